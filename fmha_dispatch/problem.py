@@ -111,6 +111,7 @@ def decode_problem(
     max_q_len: int | None = None,
     out_dtype: str | None = None,
     uses_shared_paged_kv_idx: bool = True,
+    will_return_lse: bool = False,
 ) -> _core.Problem:
     """Checks a decode call and states it as a `_core.Problem`.
 
@@ -122,6 +123,7 @@ def decode_problem(
         max_q_len: query tokens of the longest request; needed with ``cum_seq_lens_q``.
         out_dtype: wanted output dtype; None takes that of out, else of query.
         uses_shared_paged_kv_idx: False for TensorRT-LLM tables ``[batch_size, 2, max_pages_per_seq]``.
+        will_return_lse: an LSE is wanted although ``tensors.lse`` is not given.
 
     Raises:
         InvalidArgument: a malformed argument, with what was asked, found, and would work.
@@ -187,7 +189,7 @@ def decode_problem(
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         ragged_q=ragged,
         has_sinks=tensors.sinks is not None,
-        has_lse=tensors.lse is not None,
+        has_lse=will_return_lse or tensors.lse is not None,
         stride_q_token=query.strides[0],
         stride_q_head=query.strides[1],
         stride_k_token=key.strides[2],
@@ -197,6 +199,58 @@ def decode_problem(
         stride_v_head=value.strides[1],
         stride_v_page=value.strides[0],
     )
+
+
+def dense_decode_problem(
+    *,
+    dtype: str,
+    batch_size: int,
+    q_len: int,
+    kv_len: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    page_size: int,
+    device: int = 0,
+    window_left: int = -1,
+    sinks: bool = False,
+    lse: bool = False,
+) -> _core.Problem:
+    """The problem of a decode batch of `batch_size` equal requests over a contiguous HND cache, without tensors.
+
+    For planning ahead (`workspace_bytes`, ``fmha-dispatch explain``) from a model's numbers alone.
+
+    Raises:
+        InvalidArgument, Unsupported: as `decode_problem`.
+    """
+    pages_per_seq = -(-max(kv_len, 1) // max(page_size, 1))
+    rows = batch_size * q_len
+    query = _dense("query", dtype, (rows, num_heads_q, head_dim), device)
+    cache = _dense("kv_cache", dtype, (batch_size * pages_per_seq, num_heads_kv, page_size, head_dim), device)
+    return decode_problem(
+        DecodeTensors(
+            query=query,
+            key=cache,
+            value=cache,
+            block_tables=_dense("block_tables", "int32", (batch_size, pages_per_seq), device),
+            seq_lens=_dense("seq_lens", "int32", (batch_size,), device),
+            workspace=_dense("workspace_buffer", "uint8", (0,), device),
+            sinks=_dense("sinks", "float32", (num_heads_q,), device) if sinks else None,
+        ),
+        max_seq_len=kv_len,
+        window_left=window_left,
+        q_len_per_req=q_len,
+        will_return_lse=lse,
+    )
+
+
+def _dense(name: str, dtype: str, shape: tuple[int, ...], device: int) -> TensorView:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return TensorView(name, dtype, shape, tuple(reversed(strides)), device, 0)
 
 
 def _query_lengths(tensors: DecodeTensors, q_len_per_req: int | None, max_q_len: int | None) -> tuple[bool, int, int]:

@@ -75,7 +75,8 @@ def decode_reference(
             sink = sinks.float().reshape(1, num_heads_kv, group)
             row_lse = torch.where(row_lse.isneginf(), row_lse, torch.logaddexp(row_lse, sink))
         # A key that no row may see can hold anything, NaN included: it must not meet a zero weight.
-        values = torch.where(visible.any(dim=0)[None, :, None], values, 0.0)
+        seen = visible.any(dim=0)[None, :, None]
+        values = torch.where(seen, values, torch.zeros_like(values))
         weights = torch.exp(logits - row_lse[..., None]).nan_to_num(0.0)
         attended = torch.einsum("thgk,hkd->thgd", weights, values) * bmm2_scale
         out[begin:end] = attended.reshape(end - begin, num_heads_q, head_dim)

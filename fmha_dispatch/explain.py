@@ -1,0 +1,100 @@
+"""``fmha-dispatch explain``: which kernel a decode call gets, with what launch, and why every other row was not taken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from fmha_dispatch import _core
+from fmha_dispatch.errors import ExitCode
+from fmha_dispatch.plan import WORKSPACE_ALIGNMENT, Choice, choose
+from fmha_dispatch.problem import dense_decode_problem
+
+# The GPU that a call is planned for when none is named: NVIDIA H200.
+H200 = {"sm": 90, "sm_count": 132, "max_smem_bytes": 232448, "max_cluster_size": 8}
+
+# The reference models: query heads, KV heads, head_dim.
+MODELS = {"qwen3-480b": (96, 8, 128), "gpt-oss": (64, 8, 64)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that state a decode problem and a GPU."""
+    parser.add_argument("--model", choices=sorted(MODELS), help="sets the three head options")
+    parser.add_argument("--num-heads-q", type=int, default=96)
+    parser.add_argument("--num-heads-kv", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--q-len", type=int, default=1, help="query tokens of each request (drafts + 1)")
+    parser.add_argument("--kv-len", type=int, default=8192)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", help="of query, K, V and out: bfloat16 or float16")
+    parser.add_argument("--window-left", type=int, default=-1)
+    parser.add_argument("--sinks", action="store_true")
+    parser.add_argument("--lse", action="store_true")
+    for name, value in H200.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"GPU; H200: {value}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the decision; exit code 1 when no kernel takes the call."""
+    if args.model:
+        args.num_heads_q, args.num_heads_kv, args.head_dim = MODELS[args.model]
+    problem = dense_decode_problem(
+        dtype=args.dtype,
+        batch_size=args.batch_size,
+        q_len=args.q_len,
+        kv_len=args.kv_len,
+        num_heads_q=args.num_heads_q,
+        num_heads_kv=args.num_heads_kv,
+        head_dim=args.head_dim,
+        page_size=args.page_size,
+        window_left=args.window_left,
+        sinks=args.sinks,
+        lse=args.lse,
+    )
+    device = _core.Device(**{name: getattr(args, name) for name in H200})
+    choice = choose(problem, device, trace=True)
+    report = describe_choice(choice, problem)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+    return ExitCode.OK if report["supported"] else ExitCode.USER
+
+
+def describe_choice(choice: Choice, problem: _core.Problem) -> dict[str, Any]:
+    """The decision as a JSON-ready object: kernel, launch, split, workspace, tensor maps, rejected rows."""
+    decision = choice.decision
+    report: dict[str, Any] = {"family": choice.family, "supported": decision.row >= 0, "reason": decision.reason}
+    if decision.row >= 0:
+        shape = decision.shape
+        report |= {
+            "kernel": choice.row.name,
+            "cubin": choice.row.cubin,
+            "launch": {
+                "grid": list(shape.grid),
+                "cluster": shape.cluster,
+                "block": shape.block,
+                "smem_bytes": shape.smem_bytes,
+            },
+            "num_ctas_q": shape.num_ctas_q,
+            "num_ctas_kv": shape.num_ctas_kv,
+            "num_tokens_per_cta_q": shape.num_tokens_per_cta_q,
+            "num_counters": shape.num_counters,
+            "workspace_bytes": choice.workspace_bytes,
+            "workspace_alignment": WORKSPACE_ALIGNMENT,
+            "tensor_maps": _core.tensor_maps(problem, choice.manifest, decision, _core.Buffers()),
+        }
+    report["rejected"] = [{"kernel": choice.manifest[row].name, "reason": reason} for row, reason in decision.rejected]
+    return report
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    print(report["reason"])
+    for name in ("kernel", "cubin", "launch", "num_ctas_q", "num_ctas_kv", "num_tokens_per_cta_q", "workspace_bytes"):
+        if name in report:
+            print(f"  {name}: {report[name]}")
+    print(f"rows not taken ({len(report['rejected'])}):")
+    for entry in report["rejected"]:
+        print(f"  {entry['kernel']}: {entry['reason']}")

@@ -1,0 +1,158 @@
+"""From a `_core.Problem` to a launchable plan: choice of family and row, workspace size, loaded kernel."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from fmha_dispatch import _core
+from fmha_dispatch.errors import InvalidArgument, Unsupported
+from fmha_dispatch.tensors import ITEM_BYTES, TensorView
+
+# Family that serves each compute capability (major * 10 + minor).
+FAMILY_OF_SM = {90: "hopper"}
+
+# Both scratch regions start on this boundary inside the workspace.
+WORKSPACE_ALIGNMENT = 256
+
+_log = logging.getLogger("fmha_dispatch")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the selector answered, with the table it chose from."""
+
+    family: str
+    manifest: _core.Manifest
+    decision: _core.Decision
+
+    @property
+    def row(self) -> _core.Row:
+        """The chosen row; only of a choice that is not a refusal."""
+        return self.manifest[self.decision.row]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Exact scratch need of the launch."""
+        shape = self.decision.shape
+        need = shape.partial_stats_bytes + shape.partial_o_bytes
+        return need + WORKSPACE_ALIGNMENT if need else 0
+
+
+def length_bucket(max_seq_len: int) -> int:
+    """`max_seq_len` rounded up to 8 steps an octave (64 tokens at least), so that plans are few.
+
+    The value only decides how KV is split; kernels take the true lengths from ``seq_lens``.
+
+    Raises:
+        ValueError: negative length.
+    """
+    if max_seq_len < 0:
+        raise ValueError("max_seq_len is negative")
+    step = max(64, 1 << max((max_seq_len - 1).bit_length() - 4, 0))
+    return -(-max_seq_len // step) * step
+
+
+def choose(problem: _core.Problem, device: _core.Device, *, trace: bool = False) -> Choice:
+    """Selects among existing rows.
+
+    Args:
+        trace: also give a reason for every row that was not taken (``decision.rejected``).
+
+    Raises:
+        Unsupported: no family for the GPU, or no row for the problem.
+    """
+    from fmha_dispatch.manifest import load_manifest
+
+    family = FAMILY_OF_SM.get(device.sm)
+    if family is None:
+        raise Unsupported(
+            "no kernel family for this GPU", found=f"sm_{device.sm}", fix=f"sm_{', sm_'.join(map(str, FAMILY_OF_SM))}"
+        )
+    manifest = load_manifest(family)
+    choice = Choice(family, manifest, _core.select(problem, manifest, device, trace))
+    if choice.decision.row < 0 and not trace:
+        raise Unsupported(choice.decision.reason)
+    return choice
+
+
+def supports(problem: _core.Problem, device: _core.Device) -> bool:
+    """Whether `choose` finds a row: the same predicate, no second opinion."""
+    try:
+        choose(problem, device)
+    except Unsupported:
+        return False
+    return True
+
+
+def workspace_bytes(problem: _core.Problem, device: _core.Device) -> int:
+    """Exact workspace size in bytes of the launch that `problem` gets on `device`.
+
+    Raises:
+        Unsupported: as `choose`.
+    """
+    return choose(problem, device).workspace_bytes
+
+
+class DecodePlan:
+    """A decode call ready to be launched again and again; immutable after `create`.
+
+    Attributes:
+        problem: the question.
+        choice: the answer, None when there is nothing to compute.
+        device: CUDA ordinal.
+        launcher: the C++ half with prefilled KernelParams; None when there is nothing to compute.
+        value_offset: bytes from K to V when both come in one tensor.
+        workspace_bytes: size of the workspace that the call brought.
+        out_dtype: torch name.
+    """
+
+    __slots__ = ("choice", "device", "launcher", "out_dtype", "problem", "value_offset", "workspace_bytes")
+
+    def __init__(
+        self,
+        problem: _core.Problem,
+        choice: Choice | None,
+        device: int,
+        launcher: _core.Launcher | None,
+        value_offset: int,
+        workspace_bytes: int,
+        out_dtype: str,
+    ) -> None:
+        self.problem = problem
+        self.choice = choice
+        self.device = device
+        self.launcher = launcher
+        self.value_offset = value_offset
+        self.workspace_bytes = workspace_bytes
+        self.out_dtype = out_dtype
+
+    @classmethod
+    def create(
+        cls, problem: _core.Problem, device: int, *, workspace: TensorView, value_offset: int, out_dtype: str
+    ) -> DecodePlan:
+        """Selects, finds, verifies and loads the kernel of `problem` on CUDA device `device`.
+
+        Raises:
+            Unsupported, InvalidArgument (workspace too small), ArtifactMissing, IntegrityError, NotPrepared,
+            DriverError.
+        """
+        workspace_have = workspace.numel * ITEM_BYTES.get(workspace.dtype, 1)
+        if problem.sum_seq_lens_q == 0 or problem.batch_size == 0:
+            return cls(problem, None, device, None, value_offset, workspace_have, out_dtype)
+        from fmha_dispatch import loader
+        from fmha_dispatch.device import describe
+        from fmha_dispatch.store import find
+
+        choice = choose(problem, describe(device))
+        if workspace_have < choice.workspace_bytes:
+            raise InvalidArgument(
+                "workspace_buffer is too small",
+                asked=f"{choice.workspace_bytes} bytes for {choice.row.name}, grid {tuple(choice.decision.shape.grid)}",
+                found=f"{workspace_have} bytes",
+                fix="allocate fmha_dispatch.workspace_bytes(problem, device) bytes",
+            )
+        kernel = loader.load(find(choice.family, choice.row.cubin), device)
+        launcher = _core.Launcher(problem, choice.manifest, choice.decision, kernel.function, device)
+        _log.info("sm_%d: %s", problem.head_dim_qk, choice.decision.reason)
+        return cls(problem, choice, device, launcher, value_offset, workspace_have, out_dtype)
