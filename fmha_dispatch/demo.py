@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
                 cells.append(cell)
                 if not args.json:
                     _print_cell(cell, header=len(cells) == 1)
-    wrong = sum(cell.get("rel_error", 0.0) > ERROR_LIMIT for cell in cells)
+    wrong = sum(not cell.get("rel_error", 0.0) <= ERROR_LIMIT for cell in cells)  # NaN is wrong
     if args.json:
         print(json.dumps({"kv_len": args.kv_len, "page_size": args.page_size, "stopped": why_not, "cells": cells}))
     elif why_not is not None:

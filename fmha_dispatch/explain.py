@@ -1,4 +1,4 @@
-"""``fmha-dispatch explain``: which kernel a decode call gets, with what launch, and why every other row was not taken."""
+"""``fmha-dispatch explain``: which kernel a decode call gets, with what launch, and why no other row was taken."""
 
 from __future__ import annotations
 
