@@ -10,27 +10,58 @@
 namespace fmha {
 
 // Enum values are NVIDIA's (golden/enums.json): they enter hash keys and the packed manifest.
-enum class DataType : uint8_t { kFp16 = 0, kBf16 = 1, kFp32 = 2, kInt8 = 3, kInt32 = 4, kE4m3 = 5, kE5m2 = 6, kE2m1 = 7, kUnknown = 8 };
+enum class DataType : uint8_t {
+  kFp16 = 0,
+  kBf16 = 1,
+  kFp32 = 2,
+  kInt8 = 3,
+  kInt32 = 4,
+  kE4m3 = 5,
+  kE5m2 = 6,
+  kE2m1 = 7,
+  kUnknown = 8
+};
 enum class QkvLayout : uint8_t { kSeparateQkv = 0, kPackedQkv = 1, kPagedKv = 2, kContiguousKv = 3 };
 enum class KernelType : uint8_t { kContext = 0, kGeneration = 1, kSwapsMmaAb = 2, kKeepsMmaAb = 3, kSpecDecoding = 4 };
 enum class TileScheduler : uint8_t { kStatic = 0, kPersistent = 1 };
-enum class MultiCtasKvMode : uint8_t { kDisabled = 0, kGmemReduction = 1, kGmemReductionWithSeparateKernel = 2, kCgaSmemReduction = 3 };
+enum class MultiCtasKvMode : uint8_t {
+  kDisabled = 0,
+  kGmemReduction = 1,
+  kGmemReductionWithSeparateKernel = 2,
+  kCgaSmemReduction = 3
+};
 enum class MaskType : uint8_t { kDense = 0, kCausal = 1, kSlidingOrChunkedCausal = 2, kCustom = 3 };
 enum class SparseMlaType : uint8_t { kNone = 0, kStaticTokenSparse = 1, kDynamicTokenSparse = 2 };
+
+constexpr int bits(DataType type) {
+  switch (type) {
+    case DataType::kE2m1:
+      return 4;
+    case DataType::kInt8:
+    case DataType::kE4m3:
+    case DataType::kE5m2:
+      return 8;
+    case DataType::kFp16:
+    case DataType::kBf16:
+      return 16;
+    default:
+      return 32;
+  }
+}
 
 // What the selector may know of a GPU. `sm` is major * 10 + minor.
 struct Device {
   int sm = 0;
   int sm_count = 0;
-  int max_smem_bytes = 0;     // per block, opt-in
-  int max_cluster_size = 8;   // 8 is portable
+  int max_smem_bytes = 0;    // per block, opt-in
+  int max_cluster_size = 8;  // 8 is portable
 };
 
 // Strides count elements (two per byte for E2M1).
 struct TensorStrides {
   int64_t token = 0;  // between keys of a page, or between query tokens
   int64_t head = 0;
-  int64_t page = 0;   // between pages; 0 for query
+  int64_t page = 0;  // between pages; 0 for query
 };
 
 // One attention call without its pointers: everything that decides kernel, grid and tensor maps.
@@ -49,12 +80,12 @@ struct Problem {
   int64_t head_dim_qk = 0;
   int64_t head_dim_v = 0;
   int64_t page_size = 0;
-  int64_t num_pages_k = 0;     // pages that the key tensor spans
+  int64_t num_pages_k = 0;  // pages that the key tensor spans
   int64_t num_pages_v = 0;
   int64_t max_pages_per_seq = 0;
-  int64_t window_left = -1;    // -1: no window; w: w + 1 keys, the row's own included
+  int64_t window_left = -1;  // -1: no window; w: w + 1 keys, the row's own included
   bool uses_shared_paged_kv_idx = true;
-  bool ragged_q = false;       // cum_seq_lens_q given
+  bool ragged_q = false;  // cum_seq_lens_q given
   bool has_sinks = false;
   bool has_lse = false;
   TensorStrides stride_q, stride_k, stride_v;
@@ -89,9 +120,9 @@ struct Rejection {
 };
 
 struct Decision {
-  int row = -1;        // index into the manifest; -1: refused
+  int row = -1;  // index into the manifest; -1: refused
   Shape shape;
-  std::string reason;  // one sentence: why this row, or why none
+  std::string reason;               // one sentence: why this row, or why none
   std::vector<Rejection> rejected;  // filled only when a trace is asked for
 };
 
