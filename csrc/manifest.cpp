@@ -51,6 +51,8 @@ enum Flag {
 };
 static_assert(kNumFlags <= 8);
 
+bool is_printable(char c) { return c >= ' ' && c <= '~'; }
+
 [[noreturn]] void fail(const std::string& what) { throw ManifestError("kernel manifest: " + what); }
 
 void check_range(int64_t value, int64_t low, int64_t high, const char* column, size_t row) {
@@ -75,7 +77,11 @@ std::vector<std::string_view> restore_strings(std::string_view coded, uint32_t c
     const size_t begin = extends ? filled - shared : filled;
     if (text.size() - begin < shared + rest) fail("string table is longer than its header says");
     if (!extends) std::memcpy(text.data() + begin, last.data(), shared);
-    std::memcpy(text.data() + begin + shared, coded.data() + at, rest);
+    for (size_t j = 0; j < rest; ++j) {
+      const char c = coded[at + j];
+      if (!is_printable(c)) fail("string table holds bytes that are not printable ASCII");
+      text[begin + shared + j] = c;
+    }
     at += rest;
     filled = begin + shared + rest;
     last = std::string_view(text.data() + begin, shared + rest);
@@ -163,6 +169,8 @@ std::string Manifest::pack(const std::vector<Row>& rows) {
   uint32_t next = 0;
   for (auto& [string, position] : index) {
     if (string.size() > kMaxString) fail("a string of " + std::to_string(string.size()) + " bytes; 255 at most");
+    if (!std::all_of(string.begin(), string.end(), is_printable))
+      fail("'" + std::string(string) + "' is not plain ASCII");
     position = next++;
     const size_t shared = shared_prefix(last, string);
     text += static_cast<char>(shared);

@@ -40,7 +40,7 @@ int64_t num_kv_tiles(const Problem& problem, const Row& row) {
   if (problem.window_left < 0) return all;
   // The CTA's tokens are consecutive, so together they see window + tokens - 1 keys, at any offset into a tile.
   const int64_t tokens = std::min(tokens_per_cta(problem, row), problem.max_seq_len_q);
-  const int64_t keys = std::min(problem.max_seq_len_kv, problem.window_left + tokens);
+  const int64_t keys = std::min(problem.max_seq_len_kv, std::min(problem.window_left, problem.max_seq_len_kv) + tokens);
   return std::min(all, ceil_div(keys - 1, row.tile_size_kv) + 1);
 }
 
