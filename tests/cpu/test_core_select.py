@@ -214,7 +214,8 @@ def check_decision(problem: _core.Problem, device: _core.Device, decision: _core
     assert shape.grid[0] % shape.cluster == 0
     assert 1 <= shape.cluster <= max(1, device.max_cluster_size)
     assert (shape.num_ctas_kv > 1) == (row.multi_ctas_kv_mode.name != "Disabled")
-    assert shape.num_ctas_kv == 1 or math.prod(shape.grid) <= device.sm_count
+    per_sm = max(1, min(2048 // row.threads, (device.max_smem_bytes + 1024) // (row.smem_bytes + 1024)))
+    assert shape.num_ctas_kv == 1 or math.prod(shape.grid) <= device.sm_count * per_sm
     assert 0 <= shape.num_counters < 2**31
     assert len(_core.fill(problem, MANIFEST, decision, _core.Buffers())) == 1280
     assert len(_core.tensor_maps(problem, MANIFEST, decision, _core.Buffers())) == 3
