@@ -1,0 +1,175 @@
+#include "launch.h"
+
+#include <cstring>
+#include <utility>
+
+#include "counters.h"
+#include "params.h"
+
+namespace fmha {
+namespace {
+
+static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap),
+              "TensorMap is not the driver's CUtensorMap");
+
+template <class T>
+std::string list(const T* values, int count) {
+  std::string text = "[";
+  for (int i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
+  return text + "]";
+}
+
+}  // namespace
+
+Launcher::Launcher(const Driver& driver, const Problem& problem, const Row& row, const Shape& shape,
+                   CUfunction function, int device, CUcontext context, std::string kernel_name)
+    : driver_(driver),
+      problem_(problem),
+      row_(row),
+      shape_(shape),
+      function_(function),
+      device_(device),
+      context_(context),
+      kernel_name_(std::move(kernel_name)),
+      fork_generation_(fork_generation()) {
+  unsigned long long id = 0;
+  driver_.check(driver_.cuCtxGetId(context_, &id), "cuCtxGetId", "asking for the identity of the context");
+  context_id_ = id;
+}
+
+void Launcher::launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, CUstream stream) {
+  check_process();
+  place_scratch(&buffers, scratch_bytes);
+  ContextScope scope(driver_, context_);
+  check_stream(stream);
+  buffers.counters =
+      shape_.num_counters == 0 ? 0 : driver_.counters().acquire(context_id_, stream, shape_.num_counters);
+
+  KernelParams params;
+  fill_params(problem_, row_, shape_, buffers, &params);
+  set_tensor_maps(buffers, &params);
+
+  // Always all three, also at their defaults: one code path, and graphs record the same node whatever the call asks.
+  CUlaunchAttribute attributes[3];
+  attributes[0].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  attributes[0].value.clusterDim.x = static_cast<unsigned>(shape_.cluster);
+  attributes[0].value.clusterDim.y = 1;
+  attributes[0].value.clusterDim.z = 1;
+  attributes[1].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
+  attributes[1].value.clusterSchedulingPolicyPreference =
+      shape_.cluster > 1 ? CU_CLUSTER_SCHEDULING_POLICY_SPREAD : CU_CLUSTER_SCHEDULING_POLICY_DEFAULT;
+  attributes[2].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attributes[2].value.programmaticStreamSerializationAllowed = enable_pdl;
+
+  CUlaunchConfig config;
+  config.gridDimX = static_cast<unsigned>(shape_.grid[0]);
+  config.gridDimY = static_cast<unsigned>(shape_.grid[1]);
+  config.gridDimZ = static_cast<unsigned>(shape_.grid[2]);
+  config.blockDimX = static_cast<unsigned>(shape_.block);
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.sharedMemBytes = static_cast<unsigned>(shape_.smem_bytes);
+  config.hStream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 3;
+
+  void* arguments[] = {&params};
+  const CUresult result = driver_.cuLaunchKernelEx(&config, function_, arguments, nullptr);
+  if (result != CUDA_SUCCESS) {
+    if (buffers.counters != 0) driver_.counters().mark_dirty(buffers.counters);
+    throw driver_.failure(result, "cuLaunchKernelEx", "launching " + describe());
+  }
+}
+
+void Launcher::prepare() {
+  check_process();
+  if (shape_.num_counters == 0) return;
+  ContextScope scope(driver_, context_);
+  driver_.counters().prepare(context_id_, shape_.num_counters);
+}
+
+void Launcher::check_process() const {
+  if (fork_generation_ == fork_generation()) return;
+  Failure failure(Failure::Kind::kDevice, "this process was forked after the kernel was loaded");
+  failure.found = kernel_name_ + ", loaded by the parent process";
+  failure.fix = "start workers with the spawn or forkserver method, or load after the fork";
+  throw failure;
+}
+
+void Launcher::place_scratch(Buffers* buffers, int64_t scratch_bytes) const {
+  const int64_t need = shape_.partial_stats_bytes + shape_.partial_o_bytes;
+  if (need == 0) return;
+  const uint64_t aligned = (buffers->scratch + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+  const int64_t padding = static_cast<int64_t>(aligned - buffers->scratch);
+  if (buffers->scratch == 0 || scratch_bytes < need + padding) {
+    Failure failure(Failure::Kind::kInvalidArgument, "workspace_buffer is too small");
+    failure.asked = std::to_string(need + padding) + " bytes: partial statistics " +
+                    std::to_string(shape_.partial_stats_bytes) + ", partial outputs " +
+                    std::to_string(shape_.partial_o_bytes) + ", alignment " + std::to_string(padding);
+    failure.found = std::to_string(buffers->scratch == 0 ? 0 : scratch_bytes) + " bytes";
+    failure.fix = "allocate what workspace_bytes() says for this problem";
+    throw failure;
+  }
+  buffers->scratch = aligned;
+}
+
+void Launcher::check_stream(CUstream stream) const {
+  // Default streams are of whatever context is current, which is ours by now.
+  if (stream == nullptr || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD) return;
+  CUcontext owner = nullptr;
+  driver_.check(driver_.cuStreamGetCtx(stream, &owner), "cuStreamGetCtx", "finding the device of the stream");
+  if (owner == context_) return;
+  Failure failure(Failure::Kind::kInvalidArgument, "the stream belongs to another device or context");
+  failure.asked = "a stream of the primary context of device " + std::to_string(device_);
+  failure.found = "a stream of context " + std::to_string(reinterpret_cast<uintptr_t>(owner));
+  failure.fix = "make the tensors' device current before taking its current stream";
+  throw failure;
+}
+
+void Launcher::set_tensor_maps(const Buffers& buffers, KernelParams* params) {
+  TensorMapArgs args[kMaxTensorMaps];
+  const int count = encode_args(problem_, row_, buffers, args);
+  std::lock_guard<std::mutex> lock(maps_mutex_);
+  for (int i = 0; i < count; ++i) {
+    // An engine's K and V never move and allocators hand out the same query again, so most maps are known.
+    if (maps_[i].addr != args[i].addr || args[i].addr == 0) {
+      maps_[i].addr = 0;
+      encode(args[i], &maps_[i].map);
+      maps_[i].addr = args[i].addr;
+    }
+    std::memcpy(reinterpret_cast<char*>(params) + args[i].slot, &maps_[i].map, sizeof(TensorMap));
+  }
+}
+
+void Launcher::encode(const TensorMapArgs& args, TensorMap* map) const {
+  const CUresult result = driver_.cuTensorMapEncodeTiled(
+      reinterpret_cast<CUtensorMap*>(map), static_cast<CUtensorMapDataType>(args.dtype),
+      static_cast<cuuint32_t>(args.rank), reinterpret_cast<void*>(args.addr),
+      reinterpret_cast<const cuuint64_t*>(args.dims), reinterpret_cast<const cuuint64_t*>(args.strides), args.box,
+      args.elem_strides, static_cast<CUtensorMapInterleave>(args.interleave),
+      static_cast<CUtensorMapSwizzle>(args.swizzle), static_cast<CUtensorMapL2promotion>(args.l2),
+      static_cast<CUtensorMapFloatOOBfill>(args.oob));
+  if (result == CUDA_SUCCESS) return;
+  Failure failure = driver_.failure(
+      result, "cuTensorMapEncodeTiled",
+      "tensor map " + std::string(slot_name(args.slot)) + " (dtype " + std::to_string(args.dtype) + ", address " +
+          std::to_string(args.addr) + ", dims " + list(args.dims, args.rank) + ", strides " +
+          list(args.strides, args.rank - 1) + " bytes, box " + list(args.box, args.rank) + ", element strides " +
+          list(args.elem_strides, args.rank) + ", interleave " + std::to_string(args.interleave) + ", swizzle " +
+          std::to_string(args.swizzle) + ", L2 promotion " + std::to_string(args.l2) + ", fill " +
+          std::to_string(args.oob) + ") for " + describe());
+  failure.found = tensor_map_fault(args);
+  throw failure;
+}
+
+std::string Launcher::describe() const {
+  const Problem& p = problem_;
+  return kernel_name_ + " on device " + std::to_string(device_) + ": grid " + list(shape_.grid, 3) + ", cluster " +
+         std::to_string(shape_.cluster) + ", " + std::to_string(shape_.block) + " threads, " +
+         std::to_string(shape_.smem_bytes) + " bytes of shared memory; batch " + std::to_string(p.batch_size) +
+         ", s_qo " + std::to_string(p.max_seq_len_q) + ", s_kv " + std::to_string(p.max_seq_len_kv) + ", heads " +
+         std::to_string(p.num_heads_q) + "/" + std::to_string(p.num_heads_kv) + ", head_dim " +
+         std::to_string(p.head_dim_qk) + ", page " + std::to_string(p.page_size);
+}
+
+}  // namespace fmha

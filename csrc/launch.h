@@ -1,0 +1,68 @@
+// The warm path: from pointers to a launched kernel. Nothing here allocates, selects, loads or blocks.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "driver.h"
+#include "kernel_params.h"
+#include "manifest.h"
+#include "problem.h"
+#include "tensor_maps.h"
+
+namespace fmha {
+
+// Scratch regions start on this boundary inside the caller's buffer.
+constexpr uint64_t kScratchAlignment = 256;
+
+// One loaded kernel for one Problem on one device. Any thread may launch, on any stream of the device.
+class Launcher {
+ public:
+  // `driver` and the manifest that `row`'s strings point into must outlive the launcher. Throws Failure if `context`
+  // is not usable.
+  Launcher(const Driver& driver, const Problem& problem, const Row& row, const Shape& shape, CUfunction function,
+           int device, CUcontext context, std::string kernel_name);
+
+  // Enqueues one launch. `buffers.scratch` is the caller's buffer of `scratch_bytes`, any alignment; its counters are
+  // ignored, the library brings its own. Throws Failure, with nothing enqueued.
+  void launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, CUstream stream);
+
+  // Reserves the counters that launches under graph capture will take.
+  void prepare();
+
+  const std::string& kernel_name() const { return kernel_name_; }
+  const Shape& shape() const { return shape_; }
+  int device() const { return device_; }
+
+ private:
+  // The last descriptor of a slot and the address it was encoded for: all else is fixed by the problem.
+  struct EncodedMap {
+    uint64_t addr = 0;
+    TensorMap map{};
+  };
+
+  void check_process() const;
+  void place_scratch(Buffers* buffers, int64_t scratch_bytes) const;
+  void check_stream(CUstream stream) const;
+  void set_tensor_maps(const Buffers& buffers, KernelParams* params);
+  void encode(const TensorMapArgs& args, TensorMap* map) const;
+  std::string describe() const;
+
+  const Driver& driver_;
+  const Problem problem_;
+  const Row row_;
+  const Shape shape_;
+  const CUfunction function_;
+  const int device_;
+  const CUcontext context_;
+  uint64_t context_id_ = 0;
+  const std::string kernel_name_;
+  const int fork_generation_;
+  std::mutex maps_mutex_;
+  EncodedMap maps_[kMaxTensorMaps];
+};
+
+}  // namespace fmha
