@@ -274,6 +274,7 @@ def _new_plan(
     return DecodePlan.create(
         problem,
         views.query.device,
+        stream=current_stream(views.query.device),
         workspace=views.workspace,
         value_offset=value_cache.ptr - key_cache.ptr,
         out_dtype=wanted or views.query.dtype,

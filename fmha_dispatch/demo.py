@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
                     page_size=args.page_size,
                 )
                 choice = choose(problem, device)
-                find(choice.family, choice.row.cubin)  # bytes on disk equal the lock, or this raises
+                find(choice.row.cubin)  # bytes on disk equal the lock, or this raises
                 cell = {"model": model, "q_len": q_len, "batch": batch_size, **_facts(choice)}
                 if why_not is None:
                     cell |= _launch(problem, args)

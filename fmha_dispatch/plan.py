@@ -129,9 +129,20 @@ class DecodePlan:
 
     @classmethod
     def create(
-        cls, problem: _core.Problem, device: int, *, workspace: TensorView, value_offset: int, out_dtype: str
+        cls,
+        problem: _core.Problem,
+        device: int,
+        *,
+        stream: int,
+        workspace: TensorView,
+        value_offset: int,
+        out_dtype: str,
     ) -> DecodePlan:
         """Selects, finds, verifies and loads the kernel of `problem` on CUDA device `device`.
+
+        Args:
+            stream: handle of the stream that will launch it; under its capture nothing can be loaded.
+            workspace: the scratch tensor of the call.
 
         Raises:
             Unsupported, InvalidArgument (workspace too small), ArtifactMissing, IntegrityError, NotPrepared,
@@ -141,7 +152,7 @@ class DecodePlan:
         if problem.sum_seq_lens_q == 0 or problem.batch_size == 0:
             return cls(problem, None, device, None, value_offset, workspace_have, out_dtype)
         from fmha_dispatch import loader
-        from fmha_dispatch.device import describe
+        from fmha_dispatch.device import describe, driver
         from fmha_dispatch.store import find
 
         choice = choose(problem, describe(device))
@@ -152,7 +163,9 @@ class DecodePlan:
                 found=f"{workspace_have} bytes",
                 fix="allocate fmha_dispatch.workspace_bytes(problem, device) bytes",
             )
-        kernel = loader.load(find(choice.family, choice.row.cubin), device)
-        launcher = _core.Launcher(problem, choice.manifest, choice.decision, kernel.function, device)
-        _log.info("sm_%d: %s", problem.head_dim_qk, choice.decision.reason)
+        kernel = loader.load(find(choice.row.cubin), device, stream=stream)
+        launcher = _core.Launcher(
+            driver(), problem, choice.manifest, choice.decision, kernel.function, device, kernel.context, choice.row.name
+        )
+        _log.info("cuda:%d: %s: %s", device, choice.row.name, choice.decision.reason)
         return cls(problem, choice, device, launcher, value_offset, workspace_have, out_dtype)
