@@ -1,7 +1,8 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <cmath>
+#include <optional>
 #include <string>
 
 #include "bind.h"
@@ -63,7 +64,7 @@ void init_launcher(nb::pointer_and_handle<Launcher> self, const Driver& driver, 
     failure.found = "row " + std::to_string(decision.row) + " of " + std::to_string(manifest.size());
     throw failure;
   }
-  new (self.p) Launcher(driver, problem, manifest[decision.row], decision.shape, reinterpret_cast<CUfunction>(function),
+  new (self.p) Launcher(driver, problem, manifest[decision.row], decision.shape, reinterpret_cast<CUkernel>(function),
                         device, reinterpret_cast<CUcontext>(context), kernel_name);
 }
 
@@ -108,13 +109,18 @@ void bind_driver(nb::module_& m) {
   nb::class_<Driver>(m, "Driver",
                      "The CUDA driver library, opened at `path` (default libcuda.so.1). Makes no driver call.\n\n"
                      "Raises DeviceError if there is none or an entry point is missing.")
-      .def(nb::init<const char*>(), "path"_a.none() = nb::none())
+      .def(
+          "__init__",
+          [](nb::pointer_and_handle<Driver> self, const std::optional<std::string>& path) {
+            new (self.p) Driver(path ? path->c_str() : nullptr);
+          },
+          "path"_a = nb::none())
       .def("version", &Driver::version, "CUDA version of the driver: 13000 for 13.0.")
       .def("error_name", &Driver::error_name, "code"_a, "Name of a CUresult.")
       .def("is_capturing", &is_capturing, "stream"_a, "Whether `stream` (a CUstream) is being captured into a graph.");
 
   nb::class_<Launcher>(m, "Launcher",
-                       "One loaded kernel for one Problem on one device; `function` and `context` are driver handles.\n"
+                       "One loaded kernel for one Problem on one device; `function` (a CUkernel) and `context` are driver handles.\n"
                        "Launching is thread-safe and allocates nothing.")
       .def("__init__", &init_launcher, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), "driver"_a, "problem"_a,
            "manifest"_a, "decision"_a, "function"_a, "device"_a, "context"_a, "kernel_name"_a)

@@ -1,9 +1,7 @@
 #include "counters.h"
 
 #include <algorithm>
-#include <functional>
 #include <string>
-#include <thread>
 
 #include "driver.h"
 
@@ -20,12 +18,6 @@ int64_t round_up_to_power_of_two(int64_t value) {
   int64_t power = kMinCapacity;
   while (power < value) power *= 2;
   return power;
-}
-
-// The per-thread default stream has one handle for as many streams as there are threads.
-uintptr_t stream_identity(CUstream stream) {
-  if (stream != CU_STREAM_PER_THREAD) return reinterpret_cast<uintptr_t>(stream);
-  return std::hash<std::thread::id>()(std::this_thread::get_id());
 }
 
 // Lets this thread allocate while another thread captures in global mode, which would otherwise fail here and break
@@ -60,7 +52,7 @@ CUdeviceptr Counters::acquire(uint64_t context_id, CUstream stream, int64_t coun
   const bool captured = status != CU_STREAM_CAPTURE_STATUS_NONE;
 
   std::lock_guard<std::mutex> lock(mutex_);
-  Set& set = sets_[Key{context_id, stream_identity(stream), captured ? capture_id : 0}];
+  Set& set = sets_[Key{context_id, identity(stream), captured ? capture_id : 0}];
   if (set.capacity < count) {
     // The outgrown set is dropped, not re-used: a kernel in flight or a graph may still count in it.
     if (!take_spare(context_id, count, &set)) {
@@ -97,6 +89,15 @@ void Counters::mark_dirty(CUdeviceptr address) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& [key, set] : sets_)
     if (set.address == address) set.dirty = true;
+}
+
+// The per-thread default stream has one handle for as many streams as there are threads; its ids are made odd, as no
+// other handle is but the legacy stream's 1.
+uint64_t Counters::identity(CUstream stream) const {
+  if (stream != CU_STREAM_PER_THREAD) return reinterpret_cast<uintptr_t>(stream);
+  unsigned long long id = 0;
+  driver_.check(driver_.cuStreamGetId(stream, &id), "cuStreamGetId", "telling per-thread streams apart");
+  return id << 1 | 1;
 }
 
 bool Counters::take_spare(uint64_t context_id, int64_t count, Set* set) {

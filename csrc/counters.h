@@ -39,7 +39,7 @@ class Counters {
  private:
   struct Key {
     uint64_t context_id;  // ids, unlike handles, are not used again after a context is reset
-    uintptr_t stream;
+    uint64_t stream;
     uint64_t capture_id;  // 0: not captured
     bool operator==(const Key& other) const {
       return context_id == other.context_id && stream == other.stream && capture_id == other.capture_id;
@@ -54,6 +54,7 @@ class Counters {
     bool dirty = false;
   };
 
+  uint64_t identity(CUstream stream) const;
   bool take_spare(uint64_t context_id, int64_t count, Set* set);
   void allocate(uint64_t context_id, int64_t count);
 

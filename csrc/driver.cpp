@@ -22,6 +22,7 @@ constexpr const char* kLoaderSymbols[] = {
     "cuLibraryLoadData",
     "cuLibraryGetKernel",
     "cuKernelGetFunction",
+    "cuKernelGetAttribute",
     "cuKernelSetAttribute",
     "cuFuncLoad",
 };
@@ -141,7 +142,7 @@ const char* driver_error_cause(int code) {
     case CUDA_ERROR_LAUNCH_TIMEOUT:
       return "a watchdog ended the kernel: the GPU also drives a display";
     case CUDA_ERROR_CONTEXT_IS_DESTROYED:
-      return "the primary context was reset after the kernel was loaded; plan again";
+      return "the primary context was reset after the kernel was loaded; call again";
     case CUDA_ERROR_INVALID_CLUSTER_SIZE:
       return "the cluster does not fit the GPU";
     case CUDA_ERROR_FUNCTION_NOT_LOADED:

@@ -34,6 +34,7 @@ struct Failure : std::runtime_error {
   X(cuCtxPopCurrent)                   \
   X(cuCtxGetId)                        \
   X(cuStreamGetCtx)                    \
+  X(cuStreamGetId)                     \
   X(cuStreamCreate)                    \
   X(cuStreamDestroy)                   \
   X(cuStreamSynchronize)               \

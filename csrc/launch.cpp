@@ -21,21 +21,17 @@ std::string list(const T* values, int count) {
 
 }  // namespace
 
-Launcher::Launcher(const Driver& driver, const Problem& problem, const Row& row, const Shape& shape,
-                   CUfunction function, int device, CUcontext context, std::string kernel_name)
+Launcher::Launcher(const Driver& driver, const Problem& problem, const Row& row, const Shape& shape, CUkernel kernel,
+                   int device, CUcontext context, std::string kernel_name)
     : driver_(driver),
       problem_(problem),
       row_(row),
       shape_(shape),
-      function_(function),
+      kernel_(kernel),
       device_(device),
       context_(context),
       kernel_name_(std::move(kernel_name)),
-      fork_generation_(fork_generation()) {
-  unsigned long long id = 0;
-  driver_.check(driver_.cuCtxGetId(context_, &id), "cuCtxGetId", "asking for the identity of the context");
-  context_id_ = id;
-}
+      fork_generation_(fork_generation()) {}
 
 void Launcher::launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, CUstream stream) {
   check_process();
@@ -43,7 +39,7 @@ void Launcher::launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, C
   ContextScope scope(driver_, context_);
   check_stream(stream);
   buffers.counters =
-      shape_.num_counters == 0 ? 0 : driver_.counters().acquire(context_id_, stream, shape_.num_counters);
+      shape_.num_counters == 0 ? 0 : driver_.counters().acquire(context_id(), stream, shape_.num_counters);
 
   KernelParams params;
   fill_params(problem_, row_, shape_, buffers, &params);
@@ -74,7 +70,7 @@ void Launcher::launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, C
   config.numAttrs = 3;
 
   void* arguments[] = {&params};
-  const CUresult result = driver_.cuLaunchKernelEx(&config, function_, arguments, nullptr);
+  const CUresult result = driver_.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel_), arguments, nullptr);
   if (result != CUDA_SUCCESS) {
     if (buffers.counters != 0) driver_.counters().mark_dirty(buffers.counters);
     throw driver_.failure(result, "cuLaunchKernelEx", "launching " + describe());
@@ -85,7 +81,7 @@ void Launcher::prepare() {
   check_process();
   if (shape_.num_counters == 0) return;
   ContextScope scope(driver_, context_);
-  driver_.counters().prepare(context_id_, shape_.num_counters);
+  driver_.counters().prepare(context_id(), shape_.num_counters);
 }
 
 void Launcher::check_process() const {
@@ -124,6 +120,13 @@ void Launcher::check_stream(CUstream stream) const {
   failure.found = "a stream of context " + std::to_string(reinterpret_cast<uintptr_t>(owner));
   failure.fix = "make the tensors' device current before taking its current stream";
   throw failure;
+}
+
+// Asked anew for every launch that counts: after a reset of the context its old counters are gone.
+uint64_t Launcher::context_id() const {
+  unsigned long long id = 0;
+  driver_.check(driver_.cuCtxGetId(context_, &id), "cuCtxGetId", "asking for the identity of the context");
+  return id;
 }
 
 void Launcher::set_tensor_maps(const Buffers& buffers, KernelParams* params) {

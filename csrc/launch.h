@@ -21,9 +21,9 @@ constexpr uint64_t kScratchAlignment = 256;
 // One loaded kernel for one Problem on one device. Any thread may launch, on any stream of the device.
 class Launcher {
  public:
-  // `driver` and the manifest that `row`'s strings point into must outlive the launcher. Throws Failure if `context`
-  // is not usable.
-  Launcher(const Driver& driver, const Problem& problem, const Row& row, const Shape& shape, CUfunction function,
+  // `driver` and the manifest that `row`'s strings point into must outlive the launcher. A CUkernel, unlike a
+  // CUfunction, survives a reset of `context`; launching one costs the same.
+  Launcher(const Driver& driver, const Problem& problem, const Row& row, const Shape& shape, CUkernel kernel,
            int device, CUcontext context, std::string kernel_name);
 
   // Enqueues one launch. `buffers.scratch` is the caller's buffer of `scratch_bytes`, any alignment; its counters are
@@ -47,6 +47,7 @@ class Launcher {
   void check_process() const;
   void place_scratch(Buffers* buffers, int64_t scratch_bytes) const;
   void check_stream(CUstream stream) const;
+  uint64_t context_id() const;
   void set_tensor_maps(const Buffers& buffers, KernelParams* params);
   void encode(const TensorMapArgs& args, TensorMap* map) const;
   std::string describe() const;
@@ -55,10 +56,9 @@ class Launcher {
   const Problem problem_;
   const Row row_;
   const Shape shape_;
-  const CUfunction function_;
+  const CUkernel kernel_;
   const int device_;
   const CUcontext context_;
-  uint64_t context_id_ = 0;
   const std::string kernel_name_;
   const int fork_generation_;
   std::mutex maps_mutex_;

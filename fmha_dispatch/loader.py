@@ -1,0 +1,160 @@
+"""Verified cubins into the driver: once for each kernel and device, before any launch, never during graph capture."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fmha_dispatch import _core
+from fmha_dispatch.device import OpenDevice, bindings, call, driver, open_device
+from fmha_dispatch.errors import IntegrityError, NotPrepared
+
+if TYPE_CHECKING:
+    from fmha_dispatch.cubin import VerifiedCubin
+
+_lock = threading.Lock()
+_loaded: dict[tuple[int, str], LoadedKernel] = {}
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel ready to be launched on one device. Stays loaded until the process ends: graphs may hold it.
+
+    Attributes:
+        name: the cubin's path in the lock.
+        function: what a launch takes: the ``CUkernel``, which unlike a ``CUfunction`` survives a reset of the context.
+        context: the primary ``CUcontext`` that it belongs to.
+        context_id: identity of the context.
+        device: CUDA ordinal.
+        load_seconds: time that the driver took.
+        device_bytes: device memory that loading took, as far as the driver tells.
+    """
+
+    name: str
+    function: int
+    context: int
+    context_id: int
+    device: int
+    load_seconds: float
+    device_bytes: int
+
+
+def load(cubin: VerifiedCubin, device: int, *, stream: int | None = None) -> LoadedKernel:
+    """Loads `cubin` on GPU `device`, or returns what an earlier call loaded.
+
+    Args:
+        cubin: bytes that passed every check; they are handed to the driver from memory.
+        device: CUDA ordinal.
+        stream: the ``CUstream`` that the launch will use, so that loading under its capture is refused.
+
+    Raises:
+        NotPrepared: `stream` is being captured; nothing was called that capture forbids.
+        IntegrityError: the cubin's parameter size is not this library's.
+        DeviceError: no driver, no such GPU, or a forked process.
+        DriverError: the driver refused.
+    """
+    opened = open_device(device)
+    key = (device, cubin.sha256)
+    with _lock:
+        kernel = _loaded.get(key)
+        if kernel is not None and kernel.context_id == opened.context_id:
+            return kernel
+        if stream is not None and driver().is_capturing(stream):
+            raise NotPrepared(
+                "a kernel would have to be loaded while the stream is being captured",
+                asked=f"{cubin.name} on cuda:{device}",
+                fix="prepare() it, or call once outside the capture",
+            )
+        if cubin.param_bytes != _core.KERNEL_PARAMS_BYTES:
+            raise IntegrityError(
+                "the cubin was built for another KernelParams",
+                asked=f"{_core.KERNEL_PARAMS_BYTES} bytes",
+                found=f"{cubin.param_bytes} bytes in {cubin.name}",
+                fix="install the fmha-dispatch version that its cubins.lock belongs to",
+            )
+        _loaded[key] = kernel = _load(cubin, opened)
+        return kernel
+
+
+def _load(cubin: VerifiedCubin, device: OpenDevice) -> LoadedKernel:
+    started = time.perf_counter()
+    with _current(device.context), _relaxed_capture():
+        free_before = _free_bytes()
+        doing = f"loading {cubin.name} ({cubin.arch}, {len(cubin.data)} bytes) on cuda:{device.ordinal}"
+        facts = {"found": _facts(cubin, device)}
+        library = call("cuLibraryLoadData", cubin.data, [], [], 0, [], [], 0, doing=doing, **facts)
+        try:
+            kernel = _kernel(library, cubin, device, doing, facts)
+        except BaseException:
+            bindings().cuLibraryUnload(library)
+            raise
+        device_bytes = max(0, free_before - _free_bytes())
+    return LoadedKernel(
+        name=cubin.name,
+        function=int(kernel),
+        context=device.context,
+        context_id=device.context_id,
+        device=device.ordinal,
+        load_seconds=time.perf_counter() - started,
+        device_bytes=device_bytes,
+    )
+
+
+def _kernel(library: Any, cubin: VerifiedCubin, device: OpenDevice, doing: str, facts: dict[str, str]) -> Any:
+    """The entry point, allowed all the shared memory and cluster sizes of the device, and resident on it."""
+    attributes = bindings().CUfunction_attribute
+    kernel = call("cuLibraryGetKernel", library, cubin.symbol.encode(), doing=f"{doing}: {cubin.symbol}", **facts)
+    static_smem = call(
+        "cuKernelGetAttribute", attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel, device.ordinal, doing=doing
+    )
+    for attribute, value in (
+        (
+            attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            device.properties.max_smem_bytes - int(static_smem),
+        ),
+        (attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+    ):
+        call(
+            "cuKernelSetAttribute", attribute, value, kernel, device.ordinal, doing=f"{doing}: {attribute.name}", **facts
+        )
+    # Under lazy loading the code would else reach the GPU at the first launch, which may be a captured one.
+    function = call("cuKernelGetFunction", kernel, doing=doing, **facts)
+    call("cuFuncLoad", function, doing=doing, **facts)
+    return kernel
+
+
+def _facts(cubin: VerifiedCubin, device: OpenDevice) -> str:
+    return (
+        f"{cubin.arch} code, sha256 {cubin.sha256} (file is intact), on sm_{device.properties.sm} with a driver for "
+        f"CUDA {driver().version() // 1000}.{driver().version() % 1000 // 10}"
+    )
+
+
+def _free_bytes() -> int:
+    free, _ = bindings().cuMemGetInfo()[1:]
+    return int(free)
+
+
+@contextlib.contextmanager
+def _current(context: int) -> Iterator[None]:
+    """Makes `context` current; the caller's is restored in any case."""
+    call("cuCtxPushCurrent", context, doing="making the device current")
+    try:
+        yield
+    finally:
+        call("cuCtxPopCurrent", doing="restoring the current device")
+
+
+@contextlib.contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Lets this thread load while another thread captures in global mode, which would else break the capture there."""
+    mode = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", mode, doing="loading a kernel")
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before, doing="loading a kernel")
