@@ -35,44 +35,6 @@ enum { FUNCTION_STATIC_SMEM = 1, FUNCTION_MAX_DYNAMIC_SMEM = 8, FUNCTION_NON_POR
 
 static int is_a(const void* handle, Kind kind) { return handle != NULL && *(const Kind*)handle == kind; }
 
-static const struct {
-  int code;
-  const char* name;
-} kErrors[] = {
-    {0, "CUDA_SUCCESS"},
-    {1, "CUDA_ERROR_INVALID_VALUE"},
-    {2, "CUDA_ERROR_OUT_OF_MEMORY"},
-    {3, "CUDA_ERROR_NOT_INITIALIZED"},
-    {100, "CUDA_ERROR_NO_DEVICE"},
-    {101, "CUDA_ERROR_INVALID_DEVICE"},
-    {200, "CUDA_ERROR_INVALID_IMAGE"},
-    {201, "CUDA_ERROR_INVALID_CONTEXT"},
-    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
-    {218, "CUDA_ERROR_INVALID_PTX"},
-    {222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"},
-    {301, "CUDA_ERROR_FILE_NOT_FOUND"},
-    {303, "CUDA_ERROR_SHARED_OBJECT_INIT_FAILED"},
-    {400, "CUDA_ERROR_INVALID_HANDLE"},
-    {500, "CUDA_ERROR_NOT_FOUND"},
-    {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},
-    {701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"},
-    {709, "CUDA_ERROR_CONTEXT_IS_DESTROYED"},
-    {719, "CUDA_ERROR_LAUNCH_FAILED"},
-    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
-    {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
-    {912, "CUDA_ERROR_INVALID_CLUSTER_SIZE"},
-};
-
-int cuGetErrorName(int code, const char** name) {
-  for (size_t i = 0; i < sizeof kErrors / sizeof *kErrors; ++i) {
-    if (kErrors[i].code != code) continue;
-    *name = kErrors[i].name;
-    return OK;
-  }
-  *name = NULL;
-  return INVALID_VALUE;
-}
-
 int cuInit(unsigned flags) {
   BEGIN("cuInit", NULL, flags);
   REQUIRE(fake_num_devices != 0, NO_DEVICE);

@@ -118,7 +118,8 @@ def build(folder: Path, *, defines: tuple[str, ...] = ()) -> Path:
     """
     path = folder / "libcuda.so.1"
     command = ["cc", "-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(path)]
-    command += [f"-D{define}" for define in defines] + [str(HERE / "state.c"), str(HERE / "cuda.c"), "-lpthread"]
+    command += [f"-D{define}" for define in defines]
+    command += [str(HERE / source) for source in ("state.c", "cuda.c", "names.c")] + ["-lpthread", "-ldl"]
     subprocess.run(command, check=True)
     return path
 
