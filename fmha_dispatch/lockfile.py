@@ -1,0 +1,365 @@
+"""``cubins.lock``: which artifacts exist and what their bytes must be. Generated JSON, one artifact a line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fmha_dispatch.errors import LockFileError
+from fmha_dispatch.settings import LIMITS, Limits
+
+SCHEMA = 1
+
+# One segment of a path: what needs no quoting in a shell, a URL or a file system; no dot in front.
+_SEGMENT = r"[A-Za-z0-9_+=-][A-Za-z0-9_+=.-]{0,250}"
+_PATTERNS = {
+    "path": (re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})+"), "FAMILY/NAME of letters, digits and _+=.-"),
+    "sha256": (re.compile(r"[0-9a-f]{64}"), "64 lower-case hex digits"),
+    "arch": (re.compile(r"sm_[1-9][0-9]{1,2}[af]?"), "sm_NN, sm_NNa or sm_NNf"),
+    "symbol": (re.compile(r"[A-Za-z_$][A-Za-z0-9_$]{0,1022}"), "a kernel symbol"),
+    "family": (re.compile(r"[a-z0-9][a-z0-9-]{0,62}"), "lower-case letters, digits and -"),
+    "file": (re.compile(_SEGMENT), "a file name"),
+    "version": (re.compile(r"[0-9A-Za-z][0-9A-Za-z.+-]{0,62}"), "a version"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One cubin.
+
+    Attributes:
+        family: name of its family.
+        path: relative POSIX path, ``FAMILY/...``; its identity in every layer that is laid out by name.
+        sha256: digest of its bytes, lower-case hex.
+        size: bytes.
+        arch: ``sm_90a``, ``sm_100f``, ...
+        param_bytes: size of the kernel's by-value parameters.
+        symbol: name of the kernel in the cubin.
+    """
+
+    family: str
+    path: str
+    sha256: str
+    size: int
+    arch: str
+    param_bytes: int
+    symbol: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A packed manifest table under ``fmha_dispatch/data``."""
+
+    file: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """The compiler that our own cubins were built with."""
+
+    nvcc: str
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the artifacts of one family share.
+
+    Attributes:
+        param_bytes: size of ``KernelParams``.
+        layout: version of the ``KernelParams`` layout.
+        pack: archive under ``fmha_dispatch/data`` that holds its cubins, or None.
+        repositories: base URLs below which its artifacts lie, by path without the family.
+        table: its manifest, or None.
+        toolchain: for cubins of our own, or None.
+    """
+
+    param_bytes: int
+    layout: str
+    pack: str | None = None
+    repositories: tuple[str, ...] = ()
+    table: Table | None = None
+    toolchain: Toolchain | None = None
+
+
+@dataclass(frozen=True)
+class LockFile:
+    """The parsed lock. Artifacts are sorted by path; paths are unique."""
+
+    families: dict[str, Family]
+    artifacts: tuple[Artifact, ...]
+
+    @classmethod
+    def parse(cls, text: str, limits: Limits = LIMITS) -> LockFile:
+        """Checks every field; nothing unknown, nothing missing.
+
+        Raises:
+            LockFileError: naming line and field.
+        """
+        return _parse(text, limits)
+
+    @classmethod
+    def read(cls, path: Path, limits: Limits = LIMITS) -> LockFile:
+        """Parses the file at `path`.
+
+        Raises:
+            LockFileError: missing, unreadable, too large or malformed.
+        """
+        try:
+            with path.open("rb") as file:
+                data = file.read(limits.lock_bytes + 1)
+            text = data.decode("utf-8")
+        except OSError as error:
+            raise LockFileError(
+                f"the lock cannot be read: {error.strerror or error}", asked=path, fix="reinstall fmha-dispatch"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise LockFileError(f"byte {error.start} is not UTF-8", asked=path) from error
+        return _parse(text, limits)
+
+    @functools.cached_property
+    def by_path(self) -> dict[str, Artifact]:
+        """Artifacts by path."""
+        return {artifact.path: artifact for artifact in self.artifacts}
+
+    def of_family(self, family: str) -> tuple[Artifact, ...]:
+        """Artifacts of `family`, sorted by path."""
+        return tuple(artifact for artifact in self.artifacts if artifact.family == family)
+
+    def replace_family(self, name: str, family: Family, artifacts: Iterable[Artifact]) -> LockFile:
+        """A lock in which `family` and its `artifacts` take the place of what was there under `name`."""
+        others = [artifact for artifact in self.artifacts if artifact.family != name]
+        merged = tuple(sorted([*others, *artifacts], key=lambda artifact: artifact.path))
+        return LockFile({**self.families, name: family}, merged)
+
+    def dump(self) -> str:
+        """The canonical text: ``parse(dump())`` gives an equal lock, and equal locks give equal text."""
+        families = ",\n".join(
+            f"{_dumps(name)}: {_dumps(_plain(self.families[name]))}" for name in sorted(self.families)
+        )
+        ordered = sorted(self.artifacts, key=lambda artifact: artifact.path)
+        artifacts = ",\n".join(_dumps(_plain(artifact)) for artifact in ordered)
+        return f'{{\n"schema": {SCHEMA},\n"families": {{\n{families}\n}},\n"artifacts": [\n{artifacts}\n]\n}}\n'
+
+
+@functools.cache
+def installed_lock() -> LockFile:
+    """The lock that this installation belongs to, read once.
+
+    Raises:
+        LockFileError: missing or malformed.
+    """
+    package = Path(__file__).resolve().parent
+    # An installed package carries it; a checkout keeps it at the top.
+    candidates = (package / "cubins.lock", package.parent / "cubins.lock")
+    return LockFile.read(next((path for path in candidates if path.is_file()), candidates[0]))
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as JSON objects without what is absent."""
+    if hasattr(value, "__dataclass_fields__"):
+        named = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {name: entry for name, entry in named.items() if entry is not None}
+    return list(value) if isinstance(value, tuple) else value
+
+
+class _Bad(Exception):
+    """A malformed field: its path in the document, and what is wrong with it."""
+
+    def __init__(self, where: tuple[str | int, ...], message: str, found: object = None) -> None:
+        self.where = where
+        self.message = message
+        self.found = found
+        super().__init__(message)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Bad((twice,), "the key stands twice in one object")
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise _Bad((), f"{text} is not a number of the lock")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 19:
+        raise _Bad((), "a number is too long", text[:24] + "...")
+    return int(text)
+
+
+def _parse(text: str, limits: Limits) -> LockFile:
+    if len(text) > limits.lock_bytes:
+        raise LockFileError(f"the lock is longer than {limits.lock_bytes} bytes")
+    try:
+        document = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_no_constant, parse_int=_integer
+        )
+        return _lock(document, limits)
+    except json.JSONDecodeError as error:
+        raise LockFileError(f"line {error.lineno}: not JSON: {error.msg}", fix=_FIX) from None
+    except RecursionError:
+        raise LockFileError("nested too deep", fix=_FIX) from None
+    except _Bad as bad:
+        line = _line_of(text, bad.where)
+        name = ".".join(map(str, bad.where)) or "document"
+        found = None if bad.found is None else repr(bad.found)[:200]
+        raise LockFileError(f"line {line}, field {name}: {bad.message}", found=found, fix=_FIX) from None
+
+
+_FIX = "the lock is generated: reinstall fmha-dispatch, or run tools/build_cubins.py in a checkout"
+
+
+def _line_of(text: str, where: tuple[str | int, ...]) -> int:
+    """The line of a field, as well as a text search tells; the artifact's own line for an artifact's field."""
+    offset = 0
+    if where and where[0] == "artifacts" and len(where) > 1:
+        start = re.search(r'"artifacts"\s*:\s*\[\s*', text)
+        offset = start.end() if start else 0
+        for _ in range(int(where[1])):
+            _, offset = json.JSONDecoder().raw_decode(text, offset)
+            gap = re.compile(r"[\s,]*").match(text, offset)
+            offset = gap.end() if gap else offset
+    else:
+        for key in where:
+            match = re.compile(re.escape(_dumps(key)) + r"\s*:").search(text, offset)
+            offset = match.start() if match else offset
+    return text.count("\n", 0, offset) + 1
+
+
+def _object(
+    value: Any, where: tuple[str | int, ...], required: Iterable[str], optional: Iterable[str] = ()
+) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Bad(where, "is not an object", value)
+    required = set(required)
+    for name in sorted(required - value.keys()):
+        raise _Bad((*where, name), "is missing")
+    for name in sorted(value.keys() - required - set(optional)):
+        raise _Bad((*where, name[:80]), "is not a field of this schema")
+    return value
+
+
+def _text(value: Any, kind: str, where: tuple[str | int, ...]) -> str:
+    pattern, want = _PATTERNS[kind]
+    if type(value) is not str or not pattern.fullmatch(value):
+        raise _Bad(where, f"is not {want}", value)
+    return value
+
+
+def _count(value: Any, most: int, where: tuple[str | int, ...]) -> int:
+    if type(value) is not int or not 0 < value <= most:
+        raise _Bad(where, f"is not an integer from 1 to {most}", value)
+    return value
+
+
+def _list(value: Any, where: tuple[str | int, ...], most: int) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Bad(where, "is not a list", value)
+    if len(value) > most:
+        raise _Bad(where, f"has more than {most} entries", len(value))
+    return value
+
+
+def _lock(document: Any, limits: Limits) -> LockFile:
+    top = _object(document, (), ("schema", "families", "artifacts"))
+    if type(top["schema"]) is not int or top["schema"] != SCHEMA:
+        raise _Bad(("schema",), f"this version reads schema {SCHEMA}", top["schema"])
+    if not isinstance(top["families"], dict):
+        raise _Bad(("families",), "is not an object", top["families"])
+    families = {}
+    for name, entry in top["families"].items():
+        _text(name, "family", ("families", name[:80]))
+        families[name] = _family(entry, ("families", name), limits)
+    entries = _list(top["artifacts"], ("artifacts",), limits.artifacts)
+    artifacts = [_artifact(entry, index, families, limits) for index, entry in enumerate(entries)]
+    paths: set[str] = set()
+    for index, artifact in enumerate(artifacts):
+        if artifact.path in paths:
+            raise _Bad(("artifacts", index, "path"), "stands twice", artifact.path)
+        paths.add(artifact.path)
+    artifacts.sort(key=lambda artifact: artifact.path)
+    return LockFile(families, tuple(artifacts))
+
+
+def _family(value: Any, where: tuple[str | int, ...], limits: Limits) -> Family:
+    optional = ("pack", "repositories", "table", "toolchain")
+    entry = _object(value, where, ("param_bytes", "layout"), optional)
+    repositories = _list(entry.get("repositories", []), (*where, "repositories"), 16)
+    for url in repositories:
+        if type(url) is not str or not re.fullmatch(
+            r"https://[a-z0-9.-]+(?::[0-9]{1,5})?(?:/[A-Za-z0-9_+=.-]+)*/?", url
+        ):
+            raise _Bad((*where, "repositories"), "is not a plain https URL", url)
+    table = toolchain = pack = None
+    if "pack" in entry:
+        pack = _text(entry["pack"], "file", (*where, "pack"))
+    if "table" in entry:
+        at = (*where, "table")
+        row = _object(entry["table"], at, ("file", "sha256", "size"))
+        table = Table(
+            _text(row["file"], "file", (*at, "file")),
+            _text(row["sha256"], "sha256", (*at, "sha256")),
+            _count(row["size"], limits.table_bytes, (*at, "size")),
+        )
+    if "toolchain" in entry:
+        at = (*where, "toolchain")
+        tools = _object(entry["toolchain"], at, ("nvcc", "flags"))
+        flags = _list(tools["flags"], (*at, "flags"), 64)
+        for flag in flags:
+            if type(flag) is not str or not flag.isascii() or not flag.isprintable() or len(flag) > 200:
+                raise _Bad((*at, "flags"), "is not a compiler flag", flag)
+        toolchain = Toolchain(_text(tools["nvcc"], "version", (*at, "nvcc")), tuple(flags))
+    return Family(
+        _count(entry["param_bytes"], 32764, (*where, "param_bytes")),
+        _text(entry["layout"], "version", (*where, "layout")),
+        pack,
+        tuple(repositories),
+        table,
+        toolchain,
+    )
+
+
+_ARTIFACT_FIELDS = frozenset(f.name for f in fields(Artifact))
+
+
+def _artifact(value: Any, index: int, families: dict[str, Family], limits: Limits) -> Artifact:
+    where = ("artifacts", index)
+    if not isinstance(value, dict) or value.keys() != _ARTIFACT_FIELDS:
+        value = _object(value, where, _ARTIFACT_FIELDS)
+    name = value["family"]
+    family = families.get(name) if type(name) is str else None
+    if family is None:
+        raise _Bad((*where, "family"), "is not in families", name)
+    path = _text(value["path"], "path", (*where, "path"))
+    if len(path) > limits.path_chars:
+        raise _Bad((*where, "path"), f"is longer than {limits.path_chars} characters", path)
+    if not path.startswith(name + "/"):
+        raise _Bad((*where, "path"), f"does not lie under {name}/", path)
+    param_bytes = value["param_bytes"]
+    if type(param_bytes) is not int or param_bytes != family.param_bytes:
+        raise _Bad((*where, "param_bytes"), f"differs from the family's {family.param_bytes}", param_bytes)
+    return Artifact(
+        name,
+        path,
+        _text(value["sha256"], "sha256", (*where, "sha256")),
+        _count(value["size"], limits.cubin_bytes, (*where, "size")),
+        _text(value["arch"], "arch", (*where, "arch")),
+        param_bytes,
+        _text(value["symbol"], "symbol", (*where, "symbol")),
+    )
