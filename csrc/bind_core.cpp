@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "bind.h"
+#include "followers.h"
 #include "names.h"
 #include "params.h"
 #include "select.h"
@@ -61,6 +62,20 @@ void bind_problem(nb::module_& m) {
   FMHA_FIELD(ragged_q)
   FMHA_FIELD(has_sinks)
   FMHA_FIELD(has_lse)
+  FMHA_FIELD(kernel_type)
+  FMHA_FIELD(mask)
+  FMHA_FIELD(sparse_mla)
+  FMHA_FIELD(sparse_top_k)
+  FMHA_FIELD(sum_seq_lens_kv)
+  FMHA_FIELD(stride_kv_sf_head)
+  FMHA_FIELD(stride_kv_sf_page)
+  FMHA_FIELD(sage_block_q)
+  FMHA_FIELD(sage_block_k)
+  FMHA_FIELD(sage_block_p)
+  FMHA_FIELD(sage_block_v)
+  FMHA_FIELD(skips_softmax)
+  FMHA_FIELD(has_sliding_window_pool)
+  FMHA_FIELD(allows_tile_size_kv_64)
 #undef FMHA_FIELD
 #define FMHA_STRIDE(tensor, axis)                                                           \
   type.def_prop_rw(                                                                         \
@@ -100,6 +115,21 @@ void bind_buffers(nb::module_& m) {
   FMHA_FIELD(output_scale_ptr)
   FMHA_FIELD(scale_softmax_log2)
   FMHA_FIELD(output_scale)
+  FMHA_FIELD(cum_seq_lens_kv)
+  FMHA_FIELD(softmax_stats)
+  FMHA_FIELD(sparse_top_k_lens)
+  FMHA_FIELD(sliding_window_pool)
+  FMHA_FIELD(o_sf)
+  FMHA_FIELD(k_sf)
+  FMHA_FIELD(v_sf)
+  FMHA_FIELD(sage_sf_q)
+  FMHA_FIELD(sage_sf_k)
+  FMHA_FIELD(sage_sf_p)
+  FMHA_FIELD(sage_sf_v)
+  FMHA_FIELD(scale_sf_kv)
+  FMHA_FIELD(scale_sf_o)
+  FMHA_FIELD(skip_softmax_factor)
+  FMHA_FIELD(start_token_sf_o)
 #undef FMHA_FIELD
   type.def("__init__", [](nb::pointer_and_handle<Buffers> self, const nb::kwargs& fields) {
     new (self.p) Buffers();
@@ -258,6 +288,29 @@ nb::list tensor_maps(const Problem& problem, const Manifest& manifest, const Dec
   return list;
 }
 
+nb::object separate_reduction(const Problem& problem, const Manifest& manifest, const Decision& decision,
+                              const Device& device) {
+  const Row& row = row_of(manifest, decision);
+  if (!trtllm_gen::reduces_separately(row)) return nb::none();
+  const trtllm_gen::Reduction r = trtllm_gen::separate_reduction(problem, row, decision.shape, device);
+  nb::dict launch;
+  launch["function"] = r.function;
+  launch["grid"] = list_of(r.grid, 3);
+  launch["block"] = r.block;
+  launch["is_token_sparse"] = r.is_token_sparse;
+  launch["groups_tokens_heads_q"] = r.groups_tokens_heads_q;
+  launch["supports_var_sparse_top_k_lens"] = r.supports_var_sparse_top_k_lens;
+  launch["num_ctas_for_reduction"] = r.num_ctas_for_reduction;
+  launch["num_ctas_for_all_heads"] = r.num_ctas_for_all_heads;
+  launch["num_head_dim_ctas_v"] = r.num_head_dim_ctas_v;
+  return launch;
+}
+
+nb::tuple lse_launch(const Problem& problem) {
+  const trtllm_gen::LseLaunch launch = trtllm_gen::lse_launch(problem);
+  return nb::make_tuple(launch.num_values, launch.grid, launch.block);
+}
+
 void bind_decision(nb::module_& m) {
   nb::class_<Shape>(m, "Shape", "Grid, cluster and scratch of one launch.")
       .def_prop_ro("grid", [](const Shape& s) { return nb::make_tuple(s.grid[0], s.grid[1], s.grid[2]); })
@@ -277,6 +330,7 @@ void bind_decision(nb::module_& m) {
                      const Decision& d = *nb::inst_ptr<Decision>(self);
                      return d.row < 0 ? nb::none() : nb::cast(d.shape, nb::rv_policy::copy);
                    })
+      .def_ro("code", &Decision::code)
       .def_ro("reason", &Decision::reason)
       .def_prop_ro("rejected", [](const Decision& d) {
         nb::list list;
@@ -300,14 +354,15 @@ void bind_core(nb::module_& m) {
   nb::class_<Device>(m, "Device", "What the selector knows of a GPU; sm is major * 10 + minor.")
       .def(
           "__init__",
-          [](Device* self, int sm, int sm_count, int max_smem_bytes, int max_cluster_size) {
-            new (self) Device{sm, sm_count, max_smem_bytes, max_cluster_size};
+          [](Device* self, int sm, int sm_count, int max_smem_bytes, int max_cluster_size, std::vector<int> gpc_sms) {
+            new (self) Device{sm, sm_count, max_smem_bytes, max_cluster_size, std::move(gpc_sms)};
           },
-          "sm"_a, "sm_count"_a, "max_smem_bytes"_a, "max_cluster_size"_a = 8)
+          "sm"_a, "sm_count"_a, "max_smem_bytes"_a, "max_cluster_size"_a = 8, "gpc_sms"_a = std::vector<int>())
       .def_rw("sm", &Device::sm)
       .def_rw("sm_count", &Device::sm_count)
       .def_rw("max_smem_bytes", &Device::max_smem_bytes)
-      .def_rw("max_cluster_size", &Device::max_cluster_size);
+      .def_rw("max_cluster_size", &Device::max_cluster_size)
+      .def_rw("gpc_sms", &Device::gpc_sms);
   bind_manifest(m);
   bind_decision(m);
   m.def("select", &select, "problem"_a, "manifest"_a, "device"_a, "trace"_a = false,
@@ -316,6 +371,10 @@ void bind_core(nb::module_& m) {
         "The 1,280 bytes of KernelParams; tensor-map slots are zero. ValueError for a refusal.");
   m.def("tensor_maps", &tensor_maps, "problem"_a, "manifest"_a, "decision"_a, "buffers"_a,
         "Arguments of cuTensorMapEncodeTiled for every slot the kernel uses. ValueError if an address is not aligned.");
+  m.def("separate_reduction", &separate_reduction, "problem"_a, "manifest"_a, "decision"_a, "device"_a,
+        "Launch of the kernel that reduces partial results after a trtllm-gen MLA kernel, or None if it needs none.");
+  m.def("lse_launch", &lse_launch, "problem"_a,
+        "(number of values, blocks, threads) of the kernel that makes LSE from trtllm-gen softmax statistics.");
 }
 
 }  // namespace fmha

@@ -152,6 +152,7 @@ Manifest::Manifest(std::string_view bytes) {
     FMHA_ROW_FLAGS(FMHA_READ)
 #undef FMHA_READ
   }
+  if (std::any_of(rows_.begin(), rows_.end(), is_trtllm_gen)) index_ = KernelIndex(rows_);
 }
 
 std::string Manifest::pack(const std::vector<Row>& rows) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "trtllm_gen_tensor_maps.h"
+
 namespace fmha {
 namespace {
 
@@ -17,6 +19,28 @@ int ceil_log2(int64_t value) {
   int log2 = 0;
   while (int64_t{1} << log2 < value) ++log2;
   return log2;
+}
+
+// Fields that only NVIDIA's kernels have a use for.
+void fill_trtllm_gen(const Problem& p, const Row& row, const Buffers& b, KernelParams* params) {
+  params->ptrSfO = pointer<void>(b.o_sf);
+  params->ptrCumSeqLensKv = pointer<int32_t const>(b.cum_seq_lens_kv);
+  params->ptrSageAttnSfsQ = pointer<float const>(b.sage_sf_q);
+  params->ptrSageAttnSfsK = pointer<float const>(b.sage_sf_k);
+  params->ptrSageAttnSfsP = pointer<float const>(b.sage_sf_p);
+  params->ptrSageAttnSfsV = pointer<float const>(b.sage_sf_v);
+  params->ptrSoftmaxStats = pointer<SoftmaxStats>(b.softmax_stats);
+  params->ptrSparseMlaTopKLens = pointer<int32_t const>(b.sparse_top_k_lens);
+  params->mLogNumEltsPerSageAttnBlkQ = ceil_log2(row.sage_q);
+  params->mLogNumEltsPerSageAttnBlkK = ceil_log2(row.sage_k);
+  params->mLogNumEltsPerSageAttnBlkP = ceil_log2(row.sage_p);
+  params->mLogNumEltsPerSageAttnBlkV = ceil_log2(row.sage_v);
+  params->mNumPagesInMemPool = narrow(trtllm_gen::num_pages_in_pool(p, b));
+  params->mReshapeFactorKv = narrow(trtllm_gen::kv_reshape_factor(p, row));
+  params->mSkipSoftmaxThresholdScaleFactor = b.skip_softmax_factor;
+  params->mSparseAttnTopK = narrow(p.sparse_top_k);
+  params->mStartTokenIdxSfO = narrow(b.start_token_sf_o);
+  params->mSumOfSeqLensKv = narrow(p.sum_seq_lens_kv);
 }
 
 }  // namespace
@@ -44,7 +68,7 @@ void fill_params(const Problem& p, const Row& row, const Shape& shape, const Buf
   params->ptrScaleSoftmaxLog2 = pointer<float const>(b.scale_softmax_log2_ptr);
   params->ptrSeqLensKv = pointer<int32_t const>(b.seq_lens_kv);
   params->mAttentionWindowSize =
-      p.window_left < 0 ? INT32_MAX : narrow(std::min<int64_t>(p.window_left + 1, INT32_MAX));
+      p.window_left == -1 ? INT32_MAX : narrow(std::min<int64_t>(p.window_left + 1, INT32_MAX));
   params->mBatchSize = narrow(p.batch_size);
   params->mMaxSeqLenQ = narrow(p.max_seq_len_q);
   params->mMaxSeqLenKv = narrow(p.max_seq_len_kv);
@@ -57,19 +81,18 @@ void fill_params(const Problem& p, const Row& row, const Shape& shape, const Buf
   params->mNumHeadsQPerKvDivisor = fast_mod_div(narrow(group));
   params->mNumHiddenEltsO = p.num_heads_q * p.head_dim_qk;
   params->mNumTokensPerCtaQ = shape.num_tokens_per_cta_q;
-  params->mNumTokensPerPageLog2 = ceil_log2(p.page_size);
+  params->mNumTokensPerPageLog2 = p.layout == QkvLayout::kPagedKv ? ceil_log2(p.page_size) : -1;
   params->mReshapeFactorKv = 1;
   params->mOutputScale = b.output_scale;
   params->mScaleSoftmaxLog2 = b.scale_softmax_log2;
-  params->mScaleSfKv = 1.f;
-  params->mScaleSfO = -1.f;  // what trtllm-gen gets when the output is not block-scaled
+  params->mScaleSfKv = b.scale_sf_kv;
+  params->mScaleSfO = b.scale_sf_o;
   params->mSumOfSeqLensQ = narrow(p.sum_seq_lens_q);
   params->mUsesSharedPagedKvIdx = p.uses_shared_paged_kv_idx;
 
   // Where the families differ.
   if (is_trtllm_gen(row)) {
-    // Separate K and V tensors count as one pool of twice the pages: the peer's bound for both tensor maps.
-    params->mNumPagesInMemPool = narrow(b.k == b.v ? p.num_pages_k : 2 * p.num_pages_k);
+    fill_trtllm_gen(p, row, b, params);
   } else {
     params->mNumPagesInMemPool = narrow(p.num_pages_k);
     params->ptrLse = pointer<float>(b.lse);

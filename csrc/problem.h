@@ -55,6 +55,8 @@ struct Device {
   int sm_count = 0;
   int max_smem_bytes = 0;    // per block, opt-in
   int max_cluster_size = 8;  // 8 is portable
+  // SMs of each GPC that this process may use; empty: unknown. Bounds how many clusters run at once.
+  std::vector<int> gpc_sms;
 };
 
 // Strides count elements (two per byte for E2M1).
@@ -89,6 +91,18 @@ struct Problem {
   bool has_sinks = false;
   bool has_lse = false;
   TensorStrides stride_q, stride_k, stride_v;
+
+  // Beyond decode over one paged cache.
+  KernelType kernel_type = KernelType::kGeneration;  // or kContext: the phase
+  MaskType mask = MaskType::kCausal;                 // kDense or kCausal; window_left narrows it
+  SparseMlaType sparse_mla = SparseMlaType::kNone;
+  int64_t sparse_top_k = 0;
+  int64_t sum_seq_lens_kv = 0;                                                     // rows of key; 0 when paged
+  int64_t stride_kv_sf_head = 0, stride_kv_sf_page = 0;                            // of the E2M1 block scales
+  int64_t sage_block_q = 0, sage_block_k = 0, sage_block_p = 0, sage_block_v = 0;  // elements a scale; 0: none
+  bool skips_softmax = false;
+  bool has_sliding_window_pool = false;  // a second K pool for the window's tokens
+  bool allows_tile_size_kv_64 = false;   // MLA kernels with KV tiles of 64 keys
 };
 
 // Pointers (device addresses) and scalars of one call.
@@ -99,6 +113,14 @@ struct Buffers {
   uint64_t scale_softmax_log2_ptr = 0, output_scale_ptr = 0;
   float scale_softmax_log2 = 0.f;  // bmm1_scale * log2(e)
   float output_scale = 1.f;
+
+  uint64_t cum_seq_lens_kv = 0, softmax_stats = 0, sparse_top_k_lens = 0, sliding_window_pool = 0;
+  uint64_t o_sf = 0, k_sf = 0, v_sf = 0;  // block scales of E2M1 tensors
+  uint64_t sage_sf_q = 0, sage_sf_k = 0, sage_sf_p = 0, sage_sf_v = 0;
+  float scale_sf_kv = 1.f;
+  float scale_sf_o = -1.f;  // -1: the output is not block-scaled
+  float skip_softmax_factor = 0.f;
+  int64_t start_token_sf_o = 0;
 };
 
 struct Shape {
@@ -122,6 +144,7 @@ struct Rejection {
 struct Decision {
   int row = -1;  // index into the manifest; -1: refused
   Shape shape;
+  std::string code;                 // of a refusal: a word that stays the same between versions
   std::string reason;               // one sentence: why this row, or why none
   std::vector<Rejection> rejected;  // filled only when a trace is asked for
 };

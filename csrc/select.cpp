@@ -7,6 +7,7 @@
 #include "refusal.h"
 #include "shape.h"
 #include "tensor_maps.h"
+#include "trtllm_gen.h"
 
 namespace fmha {
 namespace {
@@ -97,6 +98,15 @@ bool admits(const Row& row, const Problem& p, const Device& device, bool sane, s
   if (!word("dtype_v", p.dtype_v, row.dtype_v)) return false;
   if (!word("dtype_o", p.dtype_o, row.dtype_o)) return false;
   if (!word("layout", p.layout, row.layout)) return false;
+  if (!word("kernel_type", p.kernel_type, KernelType::kGeneration)) return false;
+  if (!word("mask", p.mask, MaskType::kCausal)) return false;
+  if (!word("sparse_mla", p.sparse_mla, row.sparse_mla)) return false;
+  if (!number("skips_softmax", p.skips_softmax, row.skips_softmax)) return false;
+  if (!number("has_sliding_window_pool", p.has_sliding_window_pool, 0)) return false;
+  if (!number("sage_block_q", p.sage_block_q, row.sage_q)) return false;
+  if (!number("sage_block_k", p.sage_block_k, row.sage_k)) return false;
+  if (!number("sage_block_p", p.sage_block_p, row.sage_p)) return false;
+  if (!number("sage_block_v", p.sage_block_v, row.sage_v)) return false;
   if (!number("head_dim_qk", p.head_dim_qk, row.head_dim_qk)) return false;
   if (!number("head_dim_v", p.head_dim_v, row.head_dim_v)) return false;
   if (row.dynamic_page) {
@@ -209,6 +219,7 @@ bool grid_fits(const Problem& p, const Row& row, int64_t num_ctas_kv) {
 }  // namespace
 
 Decision select(const Problem& p, const Manifest& manifest, const Device& device, bool trace) {
+  if (manifest.size() > 0 && is_trtllm_gen(manifest[0])) return trtllm_gen::select(p, manifest, device, trace);
   Decision decision;
   std::vector<Mismatch> faults = problem_faults(p, device);
   const bool sane = faults.empty();
@@ -235,7 +246,10 @@ Decision select(const Problem& p, const Manifest& manifest, const Device& device
 
   std::vector<std::vector<Mismatch>> mismatches(manifest.size());
   for (int i = 0; i < manifest.size(); ++i) admits(manifest[i], p, device, sane, &mismatches[i]);
-  if (best.row < 0) decision.reason = refusal(manifest, faults, mismatches);
+  if (best.row < 0) {
+    decision.code = sane ? "no_kernel" : "bad_problem";
+    decision.reason = refusal(manifest, faults, mismatches);
+  }
   if (!trace) return decision;
   for (int i = 0; i < manifest.size(); ++i) {
     if (i == best.row) continue;

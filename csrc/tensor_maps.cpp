@@ -5,6 +5,7 @@
 
 #include "kernel_params.h"
 #include "shape.h"
+#include "trtllm_gen_tensor_maps.h"
 
 namespace fmha {
 namespace {
@@ -46,6 +47,7 @@ TensorMapArgs map_of_rank_4(size_t slot, DataType dtype, uint64_t addr, const in
 }  // namespace
 
 int encode_args(const Problem& p, const Row& row, const Buffers& buffers, TensorMapArgs out[kMaxTensorMaps]) {
+  if (is_trtllm_gen(row)) return trtllm_gen::encode_args(p, row, buffers, out);
   const int64_t group = p.num_heads_q / p.num_heads_kv;
   const int64_t keys = std::min<int64_t>(p.page_size, row.tile_size_kv);
   const int64_t columns_qk = std::min<int64_t>(kSwizzleElements, p.head_dim_qk);

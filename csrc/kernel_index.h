@@ -1,0 +1,41 @@
+// Look-up of trtllm-gen rows by the columns that NVIDIA's selection decides.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "row.h"
+
+namespace fmha {
+
+struct KernelKey {
+  uint64_t choice = 0;  // the 59 bits that NVIDIA's metadata calls hashId
+  uint32_t types = 0;   // dtypes and SageAttention blocks
+  bool operator==(const KernelKey& other) const { return choice == other.choice && types == other.types; }
+};
+
+// Key of a row, or of the row that is wished for.
+KernelKey key_of(const Row& row);
+
+// Open-addressing table, built once.
+class KernelIndex {
+ public:
+  KernelIndex() : slots_(1) {}
+  // Throws ManifestError if two rows of one architecture have the same key.
+  explicit KernelIndex(const std::vector<Row>& rows);
+
+  // Index of the row for `sm` (100 or 103), or -1. A row for exactly that architecture wins over a family row.
+  int find(const KernelKey& key, int sm) const;
+
+ private:
+  struct Slot {
+    KernelKey key;
+    int sm_100 = -1, sm_103 = -1, family = -1;
+    bool empty() const { return sm_100 < 0 && sm_103 < 0 && family < 0; }
+  };
+  size_t slot_of(const KernelKey& key) const;
+
+  std::vector<Slot> slots_;
+};
+
+}  // namespace fmha

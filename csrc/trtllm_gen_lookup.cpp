@@ -1,0 +1,166 @@
+// From a selection to the row it names, or the rows that come nearest.
+#include <algorithm>
+#include <vector>
+
+#include "names.h"
+#include "trtllm_gen.h"
+
+namespace fmha::trtllm_gen {
+namespace {
+
+constexpr int64_t kMinHeadDim = 32, kMaxHeadDim = 1024, kMaxTile = 128;
+constexpr int kMaxNearest = 3;
+
+bool is_power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
+
+// Limits of the key itself.
+void check_key(const Problem& p, const Selection& s) {
+  for (const int64_t dim : {s.head_dim_per_cta_v, p.head_dim_qk, p.head_dim_v}) {
+    if (dim < kMinHeadDim || dim > kMaxHeadDim) {
+      throw Refused{"head_dim_range", "head dim " + std::to_string(dim) + " (allowed: 32..1024)"};
+    }
+  }
+  if (s.page != 0 && !is_power_of_two(s.page)) {
+    throw Refused{"page_not_pow2",
+                  "page_size=" + std::to_string(s.page) + " (allowed: 16, 32, 64, or a power of two from 128)"};
+  }
+  if (s.tile_q > kMaxTile || !is_power_of_two(s.tile_q)) {
+    throw Refused{"tile_not_pow2", "num_heads_q / num_heads_kv=" + std::to_string(group_size(p)) +
+                                       " would need a tile of " + std::to_string(s.tile_q) +
+                                       " rows (allowed: a power of two up to 128)"};
+  }
+}
+
+// Calls `visit(column, wanted, found)` for every column of the key in which the rows differ.
+template <class Visit>
+void differences(const Row& a, const Row& b, Visit&& visit) {
+  const auto compare = [&](const char* column, auto wanted, auto found) {
+    if (wanted != found) visit(column, found);
+  };
+#define FMHA_COMPARE(type, name) compare(#name, a.name, b.name);
+  FMHA_ROW_ENUMS(FMHA_COMPARE)
+#undef FMHA_COMPARE
+  compare("tile_size_q", a.tile_size_q, b.tile_size_q);
+  compare("tile_size_kv", a.tile_size_kv, b.tile_size_kv);
+  compare("head_dim_per_cta_v", a.head_dim_per_cta_v, b.head_dim_per_cta_v);
+  compare("head_dim_qk", a.head_dim_qk, b.head_dim_qk);
+  compare("head_dim_v", a.head_dim_v, b.head_dim_v);
+  compare("num_tokens_per_page", a.num_tokens_per_page, b.num_tokens_per_page);
+  compare("sage_q", a.sage_q, b.sage_q);
+  compare("sage_k", a.sage_k, b.sage_k);
+  compare("sage_p", a.sage_p, b.sage_p);
+  compare("sage_v", a.sage_v, b.sage_v);
+  compare("uses_2cta_mma", a.uses_2cta_mma, b.uses_2cta_mma);
+  compare("skips_softmax", a.skips_softmax, b.skips_softmax);
+  compare("dynamic_page", a.dynamic_page, b.dynamic_page);
+  const bool same_sm = a.sm == b.sm || (b.sm == 10100 && (a.sm == 100 || a.sm == 103));
+  if (!same_sm) visit("sm", b.sm);
+}
+
+template <class T>
+std::string word(T value) {
+  if constexpr (std::is_enum_v<T>) {
+    return std::string(name_of(value));
+  } else {
+    return std::to_string(value);
+  }
+}
+
+}  // namespace
+
+Row wanted_row(const Problem& p, const Device& device, const Selection& s) {
+  Row row;
+  row.dtype_q = p.dtype_q;
+  row.dtype_k = p.dtype_k;
+  row.dtype_v = p.dtype_v;
+  row.dtype_o = p.dtype_o;
+  row.layout = p.layout;
+  row.mask = s.mask;
+  row.kernel_type = s.kernel_type;
+  row.scheduler = s.scheduler;
+  row.multi_ctas_kv_mode = s.mode;
+  row.sparse_mla = p.sparse_mla;
+  row.sm = device.sm;
+  row.tile_size_q = static_cast<int>(s.tile_q);
+  row.tile_size_kv = static_cast<int>(s.tile_kv);
+  row.head_dim_per_cta_v = static_cast<int>(s.head_dim_per_cta_v);
+  row.head_dim_qk = static_cast<int>(p.head_dim_qk);
+  row.head_dim_v = static_cast<int>(p.head_dim_v);
+  row.num_tokens_per_page = static_cast<int>(s.page);
+  row.sage_q = static_cast<int>(p.sage_block_q);
+  row.sage_k = static_cast<int>(p.sage_block_k);
+  row.sage_p = static_cast<int>(p.sage_block_p);
+  row.sage_v = static_cast<int>(p.sage_block_v);
+  row.uses_2cta_mma = s.uses_2cta;
+  row.skips_softmax = p.skips_softmax;
+  row.dynamic_page = s.dynamic_page;
+  return row;
+}
+
+std::string key_in_words(const Row& r) {
+  std::string text =
+      "dtypes=" + word(r.dtype_q) + "/" + word(r.dtype_k) + "/" + word(r.dtype_v) + "/" + word(r.dtype_o);
+  const auto add = [&](const char* column, const std::string& value) {
+    text += std::string(", ") + column + "=" + value;
+  };
+  add("layout", word(r.layout));
+  add("mask", word(r.mask));
+  add("kernel_type", word(r.kernel_type));
+  add("scheduler", word(r.scheduler));
+  add("multi_ctas_kv_mode", word(r.multi_ctas_kv_mode));
+  add("head_dims", word(r.head_dim_qk) + "/" + word(r.head_dim_v) + " (" + word(r.head_dim_per_cta_v) + " a CTA)");
+  add("tile", word(r.tile_size_q) + "x" + word(r.tile_size_kv));
+  add("page_size", r.dynamic_page ? "128 or more" : word(r.num_tokens_per_page));
+  if (r.uses_2cta_mma) add("uses_2cta_mma", "1");
+  if (r.sparse_mla != SparseMlaType::kNone) add("sparse_mla", word(r.sparse_mla));
+  if (r.skips_softmax) add("skips_softmax", "1");
+  if (r.sage_q + r.sage_k + r.sage_p + r.sage_v != 0) {
+    add("sage", word(r.sage_q) + "/" + word(r.sage_k) + "/" + word(r.sage_p) + "/" + word(r.sage_v));
+  }
+  return text;
+}
+
+std::string nearest_rows(const Manifest& manifest, const Row& wanted) {
+  int nearest[kMaxNearest], distance[kMaxNearest], count = 0;
+  for (int i = 0; i < manifest.size(); ++i) {
+    int d = 0;
+    differences(wanted, manifest[i], [&](const char*, auto) { ++d; });
+    if (count == kMaxNearest && d >= distance[count - 1]) continue;
+    int at = count < kMaxNearest ? count++ : count - 1;
+    for (; at > 0 && distance[at - 1] > d; --at) {
+      distance[at] = distance[at - 1];
+      nearest[at] = nearest[at - 1];
+    }
+    distance[at] = d;
+    nearest[at] = i;
+  }
+  std::string text;
+  for (int n = 0; n < count; ++n) {
+    const Row& row = manifest[nearest[n]];
+    text += (n == 0 ? "" : "; ") + std::string(row.name) + " (";
+    const size_t begin = text.size();
+    differences(wanted, row, [&](const char* column, auto found) {
+      text += (text.size() == begin ? "" : ", ") + std::string(column) + "=" + word(found);
+    });
+    text += ")";
+  }
+  return text;
+}
+
+int find_row(const Problem& p, const Manifest& manifest, const Device& device, const Selection& s) {
+  check_key(p, s);
+  const int row = manifest.index().find(key_of(wanted_row(p, device, s)), device.sm);
+  // The key keeps eighths of a head dim: 100 looks like 96.
+  if (row >= 0 && (manifest[row].head_dim_qk != p.head_dim_qk || manifest[row].head_dim_v != p.head_dim_v)) return -1;
+  return row;
+}
+
+const Row& require_row(const Problem& p, const Manifest& manifest, const Device& device, const Selection& s) {
+  const int row = find_row(p, manifest, device, s);
+  if (row >= 0) return manifest[row];
+  const Row wanted = wanted_row(p, device, s);
+  throw Refused{"kernel_not_found",
+                "no kernel for " + key_in_words(wanted) + "; nearest kernels: " + nearest_rows(manifest, wanted)};
+}
+
+}  // namespace fmha::trtllm_gen

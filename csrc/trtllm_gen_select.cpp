@@ -1,0 +1,153 @@
+// The passes: choose, find, configure, until nothing changes; then whether the clusters fit.
+#include <algorithm>
+
+#include "names.h"
+#include "refusal.h"
+#include "shape.h"
+#include "tensor_maps.h"
+#include "trtllm_gen.h"
+
+namespace fmha::trtllm_gen {
+namespace {
+
+constexpr int kMaxPasses = 4;
+constexpr int64_t kLargestCluster = 16;
+
+const char* phase_code(const Problem& p) {
+  if (p.layout == QkvLayout::kSeparateQkv) return "missing_kernel_ragged";
+  return is_generation(p) ? "missing_kernel_decode" : "missing_kernel_context";
+}
+
+// The rules compute in 32 bits and so does the ABI.
+void check_ranges(const Problem& p, const Device& device) {
+  std::vector<Mismatch> faults;
+  const auto range = [&](const char* field, int64_t value, int64_t low) {
+    if (value < low || value > INT32_MAX) {
+      faults.push_back({field, std::to_string(value), std::to_string(low) + "..2147483647"});
+    }
+  };
+  range("sm_count", device.sm_count, 1);
+  range("batch_size", p.batch_size, 1);
+  range("max_seq_len_q", p.max_seq_len_q, 1);
+  range("max_seq_len_kv", p.max_seq_len_kv, 0);
+  range("sum_seq_lens_q", p.sum_seq_lens_q, 1);
+  range("sum_seq_lens_kv", p.sum_seq_lens_kv, 0);
+  range("num_heads_q", p.num_heads_q, 1);
+  range("num_heads_kv", p.num_heads_kv, 1);
+  range("head_dim_qk", p.head_dim_qk, 1);
+  range("head_dim_v", p.head_dim_v, 1);
+  range("page_size", p.page_size, 0);
+  range("num_pages_k", p.num_pages_k, 0);
+  range("max_pages_per_seq", p.max_pages_per_seq, 0);
+  range("sparse_top_k", p.sparse_top_k, 0);
+  // A window longer than any sequence is none, so only one end is bounded.
+  range("window_left", std::min<int64_t>(p.window_left, INT32_MAX), INT32_MIN);
+  for (const int64_t block : {p.sage_block_q, p.sage_block_k, p.sage_block_p, p.sage_block_v})
+    range("sage block", block, 0);
+  if (!faults.empty()) throw Refused{"overflow_32bit", in_words(faults)};
+  if (p.num_heads_q % p.num_heads_kv != 0) {
+    throw Refused{"heads_indivisible", "num_heads_q=" + std::to_string(p.num_heads_q) +
+                                           " (allowed: a multiple of num_heads_kv=" + std::to_string(p.num_heads_kv) +
+                                           ")"};
+  }
+}
+
+int64_t max_active_clusters(const Device& device, int64_t cluster) {
+  // The driver refuses the question above the largest size; NVIDIA's code then goes on with 1.
+  if (cluster > kLargestCluster) return 1;
+  int64_t clusters = 0;
+  for (const int sms : device.gpc_sms) clusters += sms / cluster;
+  return clusters;
+}
+
+void check_grid(const CtaConfig& c) {
+  for (const int64_t size : c.grid) {
+    if (size > INT32_MAX)
+      throw Refused{"overflow_32bit", "grid dimension " + std::to_string(size) + " (allowed: up to 2147483647)"};
+  }
+}
+
+Shape launch_shape(const Problem& p, const Device& device, const Row& row, const CtaConfig& c) {
+  check_grid(c);
+  Shape shape;
+  for (int i = 0; i < 3; ++i) shape.grid[i] = static_cast<int>(c.grid[i]);
+  shape.cluster = static_cast<int>(c.cluster);
+  shape.block = row.threads;
+  shape.smem_bytes = row.smem_bytes;
+  shape.num_ctas_q = static_cast<int>(c.num_ctas_q);
+  shape.num_ctas_kv = static_cast<int>(c.num_ctas_kv);
+  const int64_t group = group_size(p);
+  int64_t tokens = 1;
+  if (!row.groups_heads_q) {
+    tokens = row.tile_size_q;
+  } else if (row.groups_tokens_heads_q) {
+    tokens = std::max<int64_t>(1, row.tile_size_q / std::min<int64_t>(row.tile_size_q, group));
+  }
+  shape.num_tokens_per_cta_q = static_cast<int>(tokens);
+  // Where the partial outputs begin, whether or not this launch has any.
+  shape.partial_stats_bytes = int64_t{8} * device.sm_count * row.step_q;
+  if (row.multi_ctas_kv_mode == MultiCtasKvMode::kGmemReduction ||
+      row.multi_ctas_kv_mode == MultiCtasKvMode::kGmemReductionWithSeparateKernel) {
+    shape.num_counters = c.num_ctas() / std::max<int64_t>(1, c.num_ctas_kv);
+    const int64_t columns = row.head_dim_per_cta_v * (row.uses_2cta_mma ? 2 : 1);
+    shape.partial_o_bytes = 2 * c.num_ctas() * row.tile_size_q * columns;
+  }
+  return shape;
+}
+
+Decision run(const Problem& p, const Manifest& manifest, const Device& device) {
+  check_ranges(p, device);
+  Selection s(p);
+  CtaConfig c;
+  int row = -1;
+  for (int pass = 1;; ++pass) {
+    if (pass > kMaxPasses) throw Refused{"did_not_converge", "the selection changes its mind in every pass"};
+    select_kernel(p, manifest, device, s);
+    row = find_row(p, manifest, device, s);
+    if (row < 0) {
+      const Row wanted = wanted_row(p, device, s);
+      throw Refused{pass == 1 ? phase_code(p) : "kernel_not_found",
+                    "no kernel for " + key_in_words(wanted) + "; nearest kernels: " + nearest_rows(manifest, wanted)};
+    }
+    c = configure_ctas(p, device, manifest[row], s);
+    if (!s.select_again) break;
+  }
+  bool fell_back = false;
+  if (s.mode == MultiCtasKvMode::kCgaSmemReduction &&
+      max_active_clusters(device, c.cluster) * c.cluster < c.num_ctas()) {
+    fell_back = true;
+    s.force_gmem = true;
+    s.mode = MultiCtasKvMode::kGmemReduction;
+    select_kernel(p, manifest, device, s);
+    const Row& fallback = require_row(p, manifest, device, s);
+    row = static_cast<int>(&fallback - &manifest[0]);
+    c = configure_ctas(p, device, fallback, s);
+    if (s.select_again)
+      throw Refused{"did_not_converge", "the fallback to a reduction in global memory asks for another kernel"};
+  }
+  if (p.sparse_top_k % 4 != 0) {
+    throw Refused{"sparse_topk_mod4", "sparse_top_k=" + std::to_string(p.sparse_top_k) + " (allowed: a multiple of 4)"};
+  }
+  Decision decision;
+  decision.row = row;
+  decision.shape = launch_shape(p, device, manifest[row], c);
+  decision.reason = key_in_words(wanted_row(p, device, s));
+  if (fell_back)
+    decision.reason += "; its clusters would not all be resident, so partial results go through global memory";
+  return decision;
+}
+
+}  // namespace
+
+Decision select(const Problem& p, const Manifest& manifest, const Device& device, bool) {
+  try {
+    return run(p, manifest, device);
+  } catch (const Refused& refused) {
+    Decision decision;
+    decision.code = refused.code;
+    decision.reason = refused.reason;
+    return decision;
+  }
+}
+
+}  // namespace fmha::trtllm_gen
