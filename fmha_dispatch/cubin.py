@@ -29,7 +29,7 @@ _SHN_RESERVED = 0xFF00
 # Bit 3 of e_flags: code for one compute capability only (sm_NNa), as CUDA 12 wrote it; CUDA 13 has .nv.compat.
 _FLAG_ACCELERATED = 0x8
 
-# Attributes of .nv.info (per cubin and per kernel) and .nv.compat: a format byte, a number, and 2 bytes of value or size.
+# Attributes of .nv.info (per cubin and per kernel) and .nv.compat: a format, a number, and 2 bytes of value or size.
 _SIZED_VALUE = 4
 _FRAME_SIZE, _MIN_STACK_SIZE, _CBANK_PARAM_SIZE, _KPARAM_INFO, _REGCOUNT = 0x11, 0x12, 0x19, 0x17, 0x2F
 _PARAM_CBANK = 0x0A

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from fmha_dispatch.errors import LockFileError
 from fmha_dispatch.settings import LIMITS, Limits
@@ -17,6 +17,7 @@ SCHEMA = 1
 
 # One segment of a path: what needs no quoting in a shell, a URL or a file system; no dot in front.
 _SEGMENT = r"[A-Za-z0-9_+=-][A-Za-z0-9_+=.-]{0,250}"
+_URL = re.compile(r"https://[a-z0-9.-]+(?::[0-9]{1,5})?(?:/[A-Za-z0-9_+=.-]+)*/?")
 _PATTERNS = {
     "path": (re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})+"), "FAMILY/NAME of letters, digits and _+=.-"),
     "sha256": (re.compile(r"[0-9a-f]{64}"), "64 lower-case hex digits"),
@@ -174,10 +175,14 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+# Keys and indices from the document down to a field.
+_Where: TypeAlias = "tuple[str | int, ...]"
+
+
 class _Bad(Exception):
     """A malformed field: its path in the document, and what is wrong with it."""
 
-    def __init__(self, where: tuple[str | int, ...], message: str, found: object = None) -> None:
+    def __init__(self, where: _Where, message: str, found: object = None) -> None:
         self.where = where
         self.message = message
         self.found = found
@@ -225,7 +230,7 @@ def _parse(text: str, limits: Limits) -> LockFile:
 _FIX = "the lock is generated: reinstall fmha-dispatch, or run tools/build_cubins.py in a checkout"
 
 
-def _line_of(text: str, where: tuple[str | int, ...]) -> int:
+def _line_of(text: str, where: _Where) -> int:
     """The line of a field, as well as a text search tells; the artifact's own line for an artifact's field."""
     offset = 0
     if where and where[0] == "artifacts" and len(where) > 1:
@@ -242,9 +247,7 @@ def _line_of(text: str, where: tuple[str | int, ...]) -> int:
     return text.count("\n", 0, offset) + 1
 
 
-def _object(
-    value: Any, where: tuple[str | int, ...], required: Iterable[str], optional: Iterable[str] = ()
-) -> dict[str, Any]:
+def _object(value: Any, where: _Where, required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _Bad(where, "is not an object", value)
     required = set(required)
@@ -255,20 +258,20 @@ def _object(
     return value
 
 
-def _text(value: Any, kind: str, where: tuple[str | int, ...]) -> str:
+def _text(value: Any, kind: str, where: _Where) -> str:
     pattern, want = _PATTERNS[kind]
     if type(value) is not str or not pattern.fullmatch(value):
         raise _Bad(where, f"is not {want}", value)
     return value
 
 
-def _count(value: Any, most: int, where: tuple[str | int, ...]) -> int:
+def _count(value: Any, most: int, where: _Where) -> int:
     if type(value) is not int or not 0 < value <= most:
         raise _Bad(where, f"is not an integer from 1 to {most}", value)
     return value
 
 
-def _list(value: Any, where: tuple[str | int, ...], most: int) -> list[Any]:
+def _list(value: Any, where: _Where, most: int) -> list[Any]:
     if not isinstance(value, list):
         raise _Bad(where, "is not a list", value)
     if len(value) > most:
@@ -297,7 +300,7 @@ def _lock(document: Any, limits: Limits) -> LockFile:
     return LockFile(families, tuple(artifacts))
 
 
-def _family(value: Any, where: tuple[str | int, ...], limits: Limits) -> Family:
+def _family(value: Any, where: _Where, limits: Limits) -> Family:
     optional = ("pack", "repositories", "table", "toolchain")
     entry = _object(value, where, ("param_bytes", "layout"), optional)
     repositories = _list(entry.get("repositories", []), (*where, "repositories"), 16)
