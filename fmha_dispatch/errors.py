@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -73,9 +74,21 @@ class Unsupported(FmhaError, NotImplementedError):
 
 
 class ArtifactMissing(FmhaError):
-    """A cubin named by the lock is in no layer and may not be fetched."""
+    """Cubins named by the lock are in no layer and may not be fetched.
+
+    Attributes:
+        missing: paths of all of them.
+    """
 
     exit_code = ExitCode.MISSING_OFFLINE
+
+    def __init__(self, message: str, *, missing: Sequence[str] = (), **facts: Any) -> None:
+        self.missing = tuple(missing)
+        super().__init__(message, **facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """With the list of all missing paths."""
+        return {**super().to_json(), "missing": list(self.missing)}
 
 
 class IntegrityError(FmhaError):
@@ -85,9 +98,21 @@ class IntegrityError(FmhaError):
 
 
 class FetchError(FmhaError):
-    """The network did not deliver an artifact."""
+    """The network did not deliver an artifact.
+
+    Attributes:
+        attempts: one line a request, credentials redacted.
+    """
 
     exit_code = ExitCode.NETWORK
+
+    def __init__(self, message: str, *, attempts: Sequence[str] = (), **facts: Any) -> None:
+        self.attempts = tuple(attempts)
+        super().__init__(message, **facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """With every attempt."""
+        return {**super().to_json(), "attempts": list(self.attempts)}
 
 
 class StoreError(FmhaError):

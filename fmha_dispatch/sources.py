@@ -1,0 +1,100 @@
+"""Read-only places where cubins may lie: folders laid out by artifact path, and packs inside the package."""
+
+from __future__ import annotations
+
+import os
+import stat
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Protocol
+
+from fmha_dispatch.errors import IntegrityError, StoreError
+from fmha_dispatch.lockfile import Artifact, LockFile
+
+DATA = Path(__file__).resolve().parent / "data"
+
+
+class Source(Protocol):
+    """One layer of the store; `name` tells a person which."""
+
+    name: str
+
+    def read(self, artifact: Artifact) -> bytes | None:
+        """The bytes found for `artifact`, not yet verified and never more than its size and one; None: not here.
+
+        Raises:
+            StoreError: something is there but cannot be read.
+            IntegrityError: the container is damaged.
+        """
+        ...
+
+
+class Folder:
+    """Artifacts as files below a folder: what ``fmha-dispatch fetch --dest`` writes, or a mounted mirror."""
+
+    def __init__(self, root: Path, name: str | None = None) -> None:
+        self.root = root
+        self.name = name or f"folder {root}"
+
+    def read(self, artifact: Artifact) -> bytes | None:
+        return read_file(self.root / artifact.path, artifact.size)
+
+
+class Pack:
+    """A ZIP archive inside the package, entries named by artifact path. It is only ever read."""
+
+    def __init__(self, path: Path, family: str) -> None:
+        self.path = path
+        self.family = family
+        self.name = f"pack {path.name}"
+
+    def read(self, artifact: Artifact) -> bytes | None:
+        if artifact.family != self.family or not self.path.is_file():
+            return None
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                try:
+                    entry = archive.getinfo(artifact.path)
+                except KeyError:
+                    return None
+                with archive.open(entry) as file:
+                    return file.read(artifact.size + 1)
+        except OSError as error:
+            raise StoreError(f"{self.name} cannot be read: {error.strerror or error}", asked=artifact.path) from error
+        # zipfile and zlib report damage in many ways; whatever they raise, these bytes are not the artifact's.
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise IntegrityError(
+                f"{self.name} is damaged: {error}", asked=artifact.path, fix="reinstall fmha-dispatch"
+            ) from error
+
+
+def packs(lock: LockFile, data: Path = DATA) -> list[Pack]:
+    """The packs of this installation."""
+    return [Pack(data / family.pack, name) for name, family in sorted(lock.families.items()) if family.pack]
+
+
+def read_file(path: Path, size: int, *, follow_links: bool = True) -> bytes | None:
+    """At most `size` and one bytes of a regular file; None if there is no such file.
+
+    Raises:
+        StoreError: it is there but cannot be read, or is no regular file.
+    """
+    # O_NONBLOCK: opening a FIFO must not wait for its writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StoreError(f"cannot read: {error.strerror or error}", asked=path) from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise StoreError("not a regular file", asked=path)
+        # One buffer of the expected size: what is hashed later is what was read here, whatever happens to the file.
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(size + 1)
+    except OSError as error:
+        raise StoreError(f"cannot read: {error.strerror or error}", asked=path) from error
+    finally:
+        os.close(descriptor)
