@@ -85,7 +85,9 @@ class Variant:
 
     @property
     def tile_kv(self) -> int:
-        return 128 if self.head_dim == 64 or (self.head_dim == 128 and self.tile_q == 128) else 64
+        if self.head_dim == 64:
+            return 64 if self.tile_q == 32 else 128  # 128 keys and 32 rows would spill with two CTAs an SM
+        return 128 if self.head_dim == 128 and self.tile_q == 128 else 64
 
     @property
     def consumers(self) -> int:
@@ -110,9 +112,9 @@ class Variant:
 
     @property
     def slots(self) -> int:
-        """As many as fit, up to 8: enough bytes in flight for an SM's share of the bandwidth."""
+        """As many as fit, up to 8; swapped operands share them out to two warpgroups."""
         budget = min(SMEM_PER_CTA, SMEM_PER_SM // self.ctas_per_sm - SMEM_RESERVED)
-        return max(n for n in range(4, 9) if self.smem(n) <= budget)
+        return max(n for n in range(4, 9, 2 if self.swaps else 1) if self.smem(n) <= budget)
 
     @property
     def macros(self) -> list[str]:

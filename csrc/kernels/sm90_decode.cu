@@ -13,10 +13,10 @@ extern __shared__ __align__(1024) unsigned char dynamic_smem[];
 __device__ __forceinline__ void decode(KernelParams const& params) {
   using C = Kernel;
   unsigned char* smem = dynamic_smem;
-  const Ring<C> ring{smem_address(smem)};
+  const uint32_t smem_base = smem_address(smem);
   if (threadIdx.x == 0) {
-    if (ring.smem % 1024 != 0) __trap();  // the swizzle pattern counts from 1024-byte boundaries
-    ring.init();
+    if (smem_base % 1024 != 0) __trap();  // the swizzle pattern counts from 1024-byte boundaries
+    init_barriers<C>(smem_base);
     prefetch_tensor_map(&params.tmaQ_);
     prefetch_tensor_map(&params.tmaK_);
     prefetch_tensor_map(&params.tmaV_);
@@ -28,7 +28,7 @@ __device__ __forceinline__ void decode(KernelParams const& params) {
 
   if (threadIdx.x >= C::kConsumerThreads) {
     if constexpr (C::kMovesRegisters) release_registers<40>();
-    if (threadIdx.x < C::kConsumerThreads + 32 && work.tile_begin < work.tile_end) produce<C>(params, work, ring);
+    if (threadIdx.x < C::kConsumerThreads + 32 && work.tile_begin < work.tile_end) produce<C>(params, work, smem_base);
     return;
   }
   if constexpr (C::kMovesRegisters) acquire_registers<232>();

@@ -53,7 +53,8 @@ struct Config {
   // spreads the rows over the banks.
   static constexpr int kOutputStride = kHeadDim + 4;
   static_assert(kParts * kTileQ * kOutputStride * 4 <= kSlots * kSlotBytes, "output does not fit in the ring");
-  static_assert(kPOffset % 1024 == 0 && kPBytes % 1024 == 0 && kSlots >= 4);
+  static_assert(kPOffset % 1024 == 0 && kPBytes % 1024 == 0);
+  static_assert(kSlots >= 4 && (!kSwaps || kSlots % 2 == 0));
 };
 
 // The share of this CTA. Positions count from the start of the request's KV.
@@ -107,34 +108,51 @@ __device__ __forceinline__ int2 key_range(KernelParams const& params, Work const
 
 // --- ring ----------------------------------------------------------------------------------------------------------------
 
-// Slot and parity of the n-th load of the CTA; K of tile i is load 2 i, V is 2 i + 1.
+// A place in the ring of K and V tiles. A wait on an mbarrier tells one phase from the next only, so whoever waits for a
+// slot must wait for each of its phases: two warpgroups that take turns at the tiles own half of the slots each.
 template <class C>
 struct Ring {
+  static constexpr int kOwners = C::kSwaps ? 2 : 1;
+  static constexpr int kSlotsEach = C::kSlots / kOwners;
   uint32_t smem;
-  __device__ __forceinline__ uint32_t slot(int load) const {
-    return smem + C::kSlotsOffset + load % C::kSlots * C::kSlotBytes;
+  int owner;
+  int index = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ uint32_t slot() const {
+    return smem + C::kSlotsOffset + (owner * kSlotsEach + index) * C::kSlotBytes;
   }
-  __device__ __forceinline__ uint32_t full(int load) const {
-    return smem + C::kBarriersOffset + load % C::kSlots * 8;
+  __device__ __forceinline__ uint32_t full() const {
+    return smem + C::kBarriersOffset + (owner * kSlotsEach + index) * 8;
   }
-  __device__ __forceinline__ uint32_t empty(int load) const { return full(load) + C::kSlots * 8; }
-  __device__ __forceinline__ uint32_t q() const { return smem + C::kBarriersOffset + 2 * C::kSlots * 8; }
-  __device__ __forceinline__ void wait_full(int load) const { mbarrier_wait(full(load), load / C::kSlots & 1); }
-  __device__ __forceinline__ void wait_empty(int load) const { mbarrier_wait(empty(load), ~(load / C::kSlots) & 1); }
-  // One arrival a warp: each warp of a warpgroup waits for its own part of the multiplication only.
-  __device__ __forceinline__ void release(int load) const {
+  __device__ __forceinline__ uint32_t empty() const { return full() + C::kSlots * 8; }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), phase); }
+  __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), phase ^ 1); }
+  __device__ __forceinline__ void advance() {
+    if (++index == kSlotsEach) index = 0, phase ^= 1;
+  }
+  // Gives the slot back and moves on. One arrival a warp: each waits for its own part of the multiplication only.
+  __device__ __forceinline__ void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(load));
-  }
-  __device__ __forceinline__ void init() const {
-    for (int i = 0; i < C::kSlots; ++i) {
-      mbarrier_init(full(i), 1);
-      mbarrier_init(empty(i), 4 * C::kConsumersPerSlot);
-    }
-    mbarrier_init(q(), 1);
-    mbarrier_init_fence();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
+    advance();
   }
 };
+
+template <class C>
+__device__ __forceinline__ uint32_t q_barrier(uint32_t smem) {
+  return smem + C::kBarriersOffset + 2 * C::kSlots * 8;
+}
+
+template <class C>
+__device__ __forceinline__ void init_barriers(uint32_t smem) {
+  for (int i = 0; i < C::kSlots; ++i) {
+    mbarrier_init(smem + C::kBarriersOffset + i * 8, 1);
+    mbarrier_init(smem + C::kBarriersOffset + (C::kSlots + i) * 8, 4 * C::kConsumersPerSlot);
+  }
+  mbarrier_init(q_barrier<C>(smem), 1);
+  mbarrier_init_fence();
+}
 
 // Page ids of a request, 32 a register (one a lane) with the next 32 on their way. Ids outside [first, last] stay unread.
 struct PageIds {
@@ -163,14 +181,15 @@ struct PageIds {
 // The producer warp. Only pages with a key of [key_begin, key_end) in the CTA's tiles are loaded; what else a slot holds
 // is left as it was.
 template <class C>
-__device__ __forceinline__ void produce(KernelParams const& params, Work const& work, Ring<C> ring) {
+__device__ __forceinline__ void produce(KernelParams const& params, Work const& work, uint32_t smem) {
   const bool leader = threadIdx.x % 32 == 0;
   if (leader) {
     const int tokens = params.mNumTokensPerCtaQ;
-    mbarrier_arrive_expect(ring.q(), C::kChunks * params.mNumHeadsQPerKv * tokens * 128);
+    mbarrier_arrive_expect(q_barrier<C>(smem), C::kChunks * params.mNumHeadsQPerKv * tokens * 128);
 #pragma unroll
     for (int c = 0; c < C::kChunks; ++c) {
-      tma_load_4d(ring.smem + c * C::kQChunkBytes, &params.tmaQ_, ring.q(), 64 * c, 0, work.head_kv, work.first_token);
+      tma_load_4d(smem + c * C::kQChunkBytes, &params.tmaQ_, q_barrier<C>(smem), 64 * c, 0, work.head_kv,
+                  work.first_token);
     }
   }
   const int page_log2 = params.mNumTokensPerPageLog2;
@@ -188,7 +207,7 @@ __device__ __forceinline__ void produce(KernelParams const& params, Work const& 
   PageIds pages_k(ids_k, first_page, last_page, start_page);
   PageIds pages_v(ids_v, first_page, last_page, start_page);
 
-  int load = 0;
+  Ring<C> ring{smem, 0};
   for (int tile = work.tile_begin; tile < work.tile_end; ++tile) {
     const int key = tile * C::kTileKv;
     const int page = key >> page_log2;
@@ -197,24 +216,27 @@ __device__ __forceinline__ void produce(KernelParams const& params, Work const& 
     const int end = min(last_page - page + 1, boxes);
     pages_k.advance(page);
     pages_v.advance(page);
+    Ring<C> turn = ring;
+    turn.owner = (tile - work.tile_begin) % Ring<C>::kOwners;
 #pragma unroll
-    for (int is_v = 0; is_v < 2; ++is_v, ++load) {
-      ring.wait_empty(load);
-      const uint32_t full = ring.full(load);
-      if (leader) mbarrier_arrive_expect(full, (end - begin) * box_keys * C::kHeadDim * 2);
+    for (int is_v = 0; is_v < 2; ++is_v) {
+      turn.wait_empty();
+      if (leader) mbarrier_arrive_expect(turn.full(), (end - begin) * box_keys * C::kHeadDim * 2);
 #pragma unroll 1
       for (int i = begin; i < end; ++i) {
         const int id = is_v ? pages_v.get(page + i) : pages_k.get(page + i);
         if (leader) {
-          const uint32_t slot = ring.slot(load) + i * box_keys * 128;
+          const uint32_t box = turn.slot() + i * box_keys * 128;
           TensorMap const* map = is_v ? &params.tmaV_ : &params.tmaK_;
 #pragma unroll
           for (int c = 0; c < C::kChunks; ++c) {
-            tma_load_4d(slot + c * C::kKvChunkBytes, map, full, 64 * c, row, work.head_kv, id);
+            tma_load_4d(box + c * C::kKvChunkBytes, map, turn.full(), 64 * c, row, work.head_kv, id);
           }
         }
       }
+      turn.advance();
     }
+    if (turn.owner == Ring<C>::kOwners - 1) ring = turn;
   }
 }
 

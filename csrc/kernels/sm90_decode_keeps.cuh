@@ -9,7 +9,7 @@ namespace fmha::sm90 {
 template <class C>
 __device__ __forceinline__ void consume_keeps(KernelParams const& params, Work const& work, unsigned char* smem,
                                               float scale_log2) {
-  const Ring<C> ring{smem_address(smem)};
+  Ring<C> ring{smem_address(smem), 0};
   const int lane = threadIdx.x % 32;
   const int warpgroup_row = threadIdx.x / kWarpgroup * 64;
   const int row = threadIdx.x / 32 * 16 + lane / 4;  // and row + 8
@@ -22,25 +22,24 @@ __device__ __forceinline__ void consume_keeps(KernelParams const& params, Work c
   float max[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0.f, 0.f};
 
-  if (work.tile_begin < work.tile_end) mbarrier_wait(ring.q(), 0);
+  if (work.tile_begin < work.tile_end) mbarrier_wait(q_barrier<C>(ring.smem), 0);
   for (int tile = work.tile_begin; tile < work.tile_end; ++tile) {
-    const int load = 2 * (tile - work.tile_begin);
     float s[C::kTileKv / 2];
-    ring.wait_full(load);
+    ring.wait_full();
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < C::kChunks; ++c) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint64_t q = operand_descriptor(ring.smem + c * C::kQChunkBytes + warpgroup_row * 128 + k * 32);
-        const uint64_t keys = operand_descriptor(ring.slot(load) + c * C::kKvChunkBytes + k * 32);
+        const uint64_t keys = operand_descriptor(ring.slot() + c * C::kKvChunkBytes + k * 32);
         wgmma_smem<C::kBf16, false>(s, q, keys, c + k);
       }
     }
     wgmma_commit();
     wgmma_wait();
     pin_registers(s);
-    ring.release(load);
+    ring.release();
 
 #pragma unroll
     for (int i = 0; i < C::kTileKv / 2; ++i) s[i] *= scale_log2;
@@ -76,9 +75,9 @@ __device__ __forceinline__ void consume_keeps(KernelParams const& params, Work c
       for (int i = 2 * half; i < C::kHeadDim / 2; i += 4) o[i] *= correction, o[i + 1] *= correction;
     }
 
-    ring.wait_full(load + 1);
+    ring.wait_full();
     if (has_dead_keys<C>(work, tile)) {
-      clean_v<C>(work, tile, smem + (ring.slot(load + 1) - ring.smem), threadIdx.x, C::kConsumerThreads);
+      clean_v<C>(work, tile, smem + (ring.slot() - ring.smem), threadIdx.x, C::kConsumerThreads);
       fence_async_proxy();
       named_barrier(1, C::kConsumerThreads);
     }
@@ -87,12 +86,12 @@ __device__ __forceinline__ void consume_keeps(KernelParams const& params, Work c
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kTileKv / 16; ++k) {
-      wgmma_registers<C::kBf16>(o, p + 4 * k, operand_descriptor(ring.slot(load + 1) + k * 2048, C::kKvChunkBytes));
+      wgmma_registers<C::kBf16>(o, p + 4 * k, operand_descriptor(ring.slot() + k * 2048, C::kKvChunkBytes));
     }
     wgmma_commit();
     wgmma_wait();
     pin_registers(o);
-    ring.release(load + 1);
+    ring.release();
   }
 
 #pragma unroll

@@ -50,10 +50,10 @@ __device__ __forceinline__ void consume_swaps(KernelParams const& params, Work c
   constexpr int kColumns = C::kTileQ / 4;  // of a thread
   constexpr int kPBlockBytes = C::kTileQ * 128;
   const auto maximum = [](float a, float b) { return fmaxf(a, b); };
-  const Ring<C> ring{smem_address(smem)};
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
   const int warpgroup = threadIdx.x / kWarpgroup;
+  Ring<C> ring{smem_address(smem), warpgroup};
   const int barrier = 2 + warpgroup;
   const uint32_t p_address = ring.smem + C::kPOffset + warpgroup * C::kPBytes;
   float* scratch = reinterpret_cast<float*>(smem + C::kColumnOffset) + warpgroup * 4 * C::kTileQ;
@@ -72,11 +72,10 @@ __device__ __forceinline__ void consume_swaps(KernelParams const& params, Work c
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) max[c] = -kInfinity, sum[c] = 0.f;
 
-  if (work.tile_begin < work.tile_end) mbarrier_wait(ring.q(), 0);
+  if (work.tile_begin < work.tile_end) mbarrier_wait(q_barrier<C>(ring.smem), 0);
   for (int tile = work.tile_begin + warpgroup; tile < work.tile_end; tile += 2) {
-    const int load = 2 * (tile - work.tile_begin);
     float s[kBlocks][kValues];
-    ring.wait_full(load);
+    ring.wait_full();
     wgmma_fence();
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -84,7 +83,7 @@ __device__ __forceinline__ void consume_swaps(KernelParams const& params, Work c
       for (int c = 0; c < C::kChunks; ++c) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const uint64_t keys = operand_descriptor(ring.slot(load) + c * C::kKvChunkBytes + b * 8192 + k * 32);
+          const uint64_t keys = operand_descriptor(ring.slot() + c * C::kKvChunkBytes + b * 8192 + k * 32);
           const uint64_t q = operand_descriptor(ring.smem + c * C::kQChunkBytes + k * 32);
           wgmma_smem<C::kBf16, false>(s[b], keys, q, c + k);
         }
@@ -94,7 +93,7 @@ __device__ __forceinline__ void consume_swaps(KernelParams const& params, Work c
     wgmma_wait();
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) pin_registers(s[b]);
-    ring.release(load);
+    ring.release();
 
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -161,9 +160,9 @@ __device__ __forceinline__ void consume_swaps(KernelParams const& params, Work c
       }
     }
 
-    ring.wait_full(load + 1);
+    ring.wait_full();
     if (has_dead_keys<C>(work, tile)) {
-      clean_v<C>(work, tile, smem + (ring.slot(load + 1) - ring.smem), threadIdx.x % kWarpgroup, kWarpgroup);
+      clean_v<C>(work, tile, smem + (ring.slot() - ring.smem), threadIdx.x % kWarpgroup, kWarpgroup);
     }
     fence_async_proxy();
     named_barrier(barrier, kWarpgroup);
@@ -174,7 +173,7 @@ __device__ __forceinline__ void consume_swaps(KernelParams const& params, Work c
     for (int m = 0; m < C::kChunks; ++m) {
 #pragma unroll
       for (int k = 0; k < C::kTileKv / 16; ++k) {
-        const uint64_t values = operand_descriptor(ring.slot(load + 1) + m * C::kKvChunkBytes + k * 2048);
+        const uint64_t values = operand_descriptor(ring.slot() + m * C::kKvChunkBytes + k * 2048);
         const uint64_t p = operand_descriptor(p_address + k / 4 * kPBlockBytes + k % 4 * 32);
         wgmma_smem<C::kBf16, true>(o[m], values, p, 1);
       }
@@ -183,7 +182,7 @@ __device__ __forceinline__ void consume_swaps(KernelParams const& params, Work c
     wgmma_wait();
 #pragma unroll
     for (int m = 0; m < C::kChunks; ++m) pin_registers(o[m]);
-    ring.release(load + 1);
+    ring.release();
   }
 
   const auto add = [](float a, float b) { return a + b; };
