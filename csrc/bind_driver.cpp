@@ -119,9 +119,10 @@ void bind_driver(nb::module_& m) {
       .def("error_name", &Driver::error_name, "code"_a, "Name of a CUresult.")
       .def("is_capturing", &is_capturing, "stream"_a, "Whether `stream` (a CUstream) is being captured into a graph.");
 
-  nb::class_<Launcher>(m, "Launcher",
-                       "One loaded kernel for one Problem on one device; `function` (a CUkernel) and `context` are driver handles.\n"
-                       "Launching is thread-safe and allocates nothing.")
+  nb::class_<Launcher>(
+      m, "Launcher",
+      "One loaded kernel for one Problem on one device; `function` (a CUkernel) and `context` are driver handles.\n"
+      "Launching is thread-safe and allocates nothing.")
       .def("__init__", &init_launcher, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), "driver"_a, "problem"_a,
            "manifest"_a, "decision"_a, "function"_a, "device"_a, "context"_a, "kernel_name"_a)
       .def("launch", &launch, nb::call_guard<nb::gil_scoped_release>(), "q"_a, "k"_a, "v"_a, "o"_a, "seq_lens"_a,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,18 @@ def call(name: str, *arguments: Any, doing: str, **facts: object) -> Any:
     Raises:
         DriverError: the driver refused.
     """
-    code, *values = getattr(bindings(), name)(*arguments)
+    try:
+        result, *values = getattr(bindings(), name)(*arguments)
+        code = int(result)
+    except ValueError as error:  # cuda-python raises this for a CUresult that is newer than itself
+        unknown = re.match(r"(\d+) is not a valid CUresult", str(error))
+        if unknown is None:
+            raise
+        code, values = int(unknown[1]), []
     if code != 0:
-        facts.setdefault("fix", _core.driver_error_cause(int(code)) or None)
-        message = f"{name} failed: {driver().error_name(int(code))} ({int(code)})"
-        raise DriverError(message, code=int(code), call=name, asked=doing, **facts)
+        facts.setdefault("fix", _core.driver_error_cause(code) or None)
+        message = f"{name} failed: {driver().error_name(code)} ({code})"
+        raise DriverError(message, code=code, call=name, asked=doing, **facts)
     return values[0] if values else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fmha_dispatch import _core
 from fmha_dispatch.device import OpenDevice, bindings, call, driver, open_device
-from fmha_dispatch.errors import IntegrityError, NotPrepared
+from fmha_dispatch.errors import DeviceError, IntegrityError, NotPrepared
 
 if TYPE_CHECKING:
     from fmha_dispatch.cubin import VerifiedCubin
@@ -54,7 +55,7 @@ def load(cubin: VerifiedCubin, device: int, *, stream: int | None = None) -> Loa
     Raises:
         NotPrepared: `stream` is being captured; nothing was called that capture forbids.
         IntegrityError: the cubin's parameter size is not this library's.
-        DeviceError: no driver, no such GPU, or a forked process.
+        DeviceError: no driver, no such GPU, a GPU that cannot run the cubin, or a forked process.
         DriverError: the driver refused.
     """
     opened = open_device(device)
@@ -69,6 +70,12 @@ def load(cubin: VerifiedCubin, device: int, *, stream: int | None = None) -> Loa
                 asked=f"{cubin.name} on cuda:{device}",
                 fix="prepare() it, or call once outside the capture",
             )
+        if not runs_on(cubin.arch, opened.properties.sm):
+            raise DeviceError(
+                "the cubin is for another GPU",
+                asked=f"{cubin.name}, {cubin.arch}",
+                found=f"cuda:{device} is sm_{opened.properties.sm}",
+            )
         if cubin.param_bytes != _core.KERNEL_PARAMS_BYTES:
             raise IntegrityError(
                 "the cubin was built for another KernelParams",
@@ -78,6 +85,18 @@ def load(cubin: VerifiedCubin, device: int, *, stream: int | None = None) -> Loa
             )
         _loaded[key] = kernel = _load(cubin, opened)
         return kernel
+
+
+def runs_on(arch: str, sm: int) -> bool:
+    """Whether code for `arch` runs on a GPU of compute capability `sm` (major * 10 + minor).
+
+    ``sm_90a`` runs on 9.0 alone; ``sm_100f`` and ``sm_80`` on their own and later minors of the same major.
+    """
+    parsed = re.fullmatch(r"sm_(\d+)([af]?)", arch)
+    if parsed is None:
+        return False
+    built, kind = int(parsed[1]), parsed[2]
+    return built == sm if kind == "a" else built // 10 == sm // 10 and built <= sm
 
 
 def _load(cubin: VerifiedCubin, device: OpenDevice) -> LoadedKernel:
@@ -111,16 +130,15 @@ def _kernel(library: Any, cubin: VerifiedCubin, device: OpenDevice, doing: str, 
     static_smem = call(
         "cuKernelGetAttribute", attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel, device.ordinal, doing=doing
     )
-    for attribute, value in (
-        (
-            attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            device.properties.max_smem_bytes - int(static_smem),
+    limits = {
+        attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: (
+            device.properties.max_smem_bytes - int(static_smem)
         ),
-        (attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
-    ):
-        call(
-            "cuKernelSetAttribute", attribute, value, kernel, device.ordinal, doing=f"{doing}: {attribute.name}", **facts
-        )
+        attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: 1,
+    }
+    for limit, value in limits.items():
+        raising = f"{doing}: {limit.name} {value}"
+        call("cuKernelSetAttribute", limit, value, kernel, device.ordinal, doing=raising, **facts)
     # Under lazy loading the code would else reach the GPU at the first launch, which may be a captured one.
     function = call("cuKernelGetFunction", kernel, doing=doing, **facts)
     call("cuFuncLoad", function, doing=doing, **facts)

@@ -25,9 +25,10 @@ typedef struct {
 enum { ATTRIBUTE_CLUSTER = 4, KERNEL_PARAMS_BYTES = 1280 };
 enum { FUNCTION_STATIC_SMEM = 1, FUNCTION_MAX_DYNAMIC_SMEM = 8, FUNCTION_NON_PORTABLE_CLUSTER = 14 };
 
-#define ARGS(...) (int)(sizeof((uint64_t[]){__VA_ARGS__}) / sizeof(uint64_t)), (uint64_t[]) { __VA_ARGS__ }
+#define ARGS(...) \
+  (int)(sizeof((uint64_t[]){__VA_ARGS__}) / sizeof(uint64_t)), (uint64_t[]) { __VA_ARGS__ }
 #define U(value) (uint64_t)(uintptr_t)(value)
-#define BEGIN(name, stream, ...)                        \
+#define BEGIN(name, stream, ...)                           \
   Record* record = begin(name, stream, ARGS(__VA_ARGS__)); \
   if (record->result != OK) return finish(record, record->result)
 #define REQUIRE(condition, code) \
@@ -326,8 +327,8 @@ int cuTensorMapEncodeTiled(void* map, int dtype, uint32_t rank, void* address, c
 }
 
 int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** params, void** extra) {
-  uint64_t args[MAX_ARGS] = {config->grid[0],  config->grid[1],  config->grid[2], config->block[0],
-                             config->block[1], config->block[2], config->smem,    U(function),
+  uint64_t args[MAX_ARGS] = {config->grid[0],  config->grid[1],       config->grid[2], config->block[0],
+                             config->block[1], config->block[2],      config->smem,    U(function),
                              U(extra),         config->num_attributes};
   unsigned cluster = 1;
   for (unsigned i = 0; i < config->num_attributes && i < 5; ++i) {

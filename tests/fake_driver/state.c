@@ -54,9 +54,7 @@ static uint64_t last_id;
 
 uint64_t next_id(void) { return ++last_id; }
 
-Context* current_context(void) {
-  return fake_context_depth == 0 ? NULL : fake_context_stack[fake_context_depth - 1];
-}
+Context* current_context(void) { return fake_context_depth == 0 ? NULL : fake_context_stack[fake_context_depth - 1]; }
 
 static int injected_result(const char* name) {
   for (size_t i = 0; i < num_injected; ++i) {
@@ -200,9 +198,7 @@ uint64_t bytes_in_use(void) {
 
 // ---- controls, called by tests through ctypes ----
 
-static void fresh_context(int device) {
-  fake_contexts[device] = (Context){CONTEXT, device, 0, next_id()};
-}
+static void fresh_context(int device) { fake_contexts[device] = (Context){CONTEXT, device, 0, next_id()}; }
 
 void fake_clear_records(void) {
   pthread_mutex_lock(&lock);

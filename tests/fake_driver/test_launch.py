@@ -7,9 +7,9 @@ import threading
 from typing import Any
 
 import pytest
+
 from fake_driver.driver import FakeDriver
 from fake_driver.warm import BUFFERS, problem, tiny_cubin, warm
-
 from fmha_dispatch import _core, loader
 from fmha_dispatch.device import describe, driver
 from fmha_dispatch.errors import DriverError, InvalidArgument
