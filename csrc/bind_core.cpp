@@ -201,6 +201,7 @@ void bind_manifest(nb::module_& m) {
   FMHA_ROW_ENUMS(FMHA_ENUM_FIELD)
   FMHA_ROW_INTS(FMHA_INT_FIELD)
   FMHA_ROW_FLAGS(FMHA_FIELD)
+  row.def_prop_ro("key", [](const Row& r) { return key_of(r).choice; }, "What NVIDIA's metadata calls hashId.");
 #undef FMHA_FIELD
 #undef FMHA_ENUM_FIELD
 #undef FMHA_INT_FIELD

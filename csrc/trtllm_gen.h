@@ -1,5 +1,5 @@
 // Selection among NVIDIA's prebuilt trtllm-gen kernels by the rules of their host code: a key of 59 bits, decided in
-// several passes. The rules with their sections: docs/trtllm_gen.md.
+// several passes.
 #pragma once
 
 #include <algorithm>
@@ -32,6 +32,9 @@ struct Selection {
   bool uses_2cta = false;
   bool force_gmem = false;
   bool select_again = false;
+  // NVIDIA's rules miss kernels that exist. The second attempt, after they refused, closes the gaps that are known:
+  // docs/differences.md.
+  bool second_attempt = false;
 };
 
 // Of non-negative numbers; stops far above any limit instead of wrapping.

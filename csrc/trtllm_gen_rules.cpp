@@ -17,7 +17,7 @@ void select_page(const Problem& p, Selection& s) {
     s.page = 1;
   } else if (p.layout != QkvLayout::kPagedKv) {
     s.page = 0;
-  } else if (group_size(p) > 1 && p.head_dim_qk == p.head_dim_v && p.page_size >= kDynamicPage) {
+  } else if ((group_size(p) > 1 || s.second_attempt) && p.head_dim_qk == p.head_dim_v && p.page_size >= kDynamicPage) {
     if (!is_power_of_two(p.page_size)) {
       throw Refused{"dynamic_page_not_pow2",
                     "page_size=" + std::to_string(p.page_size) + " (allowed: 16, 32, 64, or a power of two from 128)"};
@@ -51,6 +51,11 @@ void use_2cta(Selection& s) {
 
 void select_mla(const Problem& p, const Device& device, Selection& s) {
   const int64_t group = group_size(p);
+  if (s.second_attempt && group % 16 == 0) {
+    // Swapped operands take any number of heads, 16 a CTA, as they do for short sequences anyway.
+    swap_operands(s, 16);
+    return;
+  }
   const int64_t tile_rows = saturating_product(p.batch_size * p.max_seq_len_q, ceil_div(group, 16));
   const int64_t most_splits = std::max<int64_t>(1, device.sm_count / std::max<int64_t>(1, tile_rows));
   const int64_t splits = std::min(ceil_div(p.max_seq_len_kv, 256), most_splits);
@@ -79,6 +84,22 @@ void select_sparse_mla(const Problem& p, const Device& device, Selection& s) {
   if (group == 128 && (p.max_seq_len_q > 1 || p.batch_size * 2 * 8 > device.sm_count)) use_2cta(s);
 }
 
+// With kept operands a CTA holds half of a 512-wide V, and partial results go to the separate reduction. NVIDIA's rules
+// learn the first too late for their cost model, and the second never.
+void split_wide_v(const Problem& p, Selection& s) {
+  const bool wide = p.head_dim_v > 256 && s.kernel_type != KernelType::kSwapsMmaAb;
+  s.head_dim_per_cta_v = wide ? 256 : p.head_dim_v;
+  if (wide && s.mode == MultiCtasKvMode::kGmemReduction && p.dtype_o == DataType::kE2m1) {
+    // The separate reduction writes no E2M1.
+    s.mode = MultiCtasKvMode::kDisabled;
+    s.scheduler = TileScheduler::kPersistent;
+  } else if (wide && s.mode == MultiCtasKvMode::kGmemReduction) {
+    s.mode = MultiCtasKvMode::kGmemReductionWithSeparateKernel;
+  } else if (!wide && s.mode == MultiCtasKvMode::kGmemReductionWithSeparateKernel) {
+    s.mode = MultiCtasKvMode::kGmemReduction;
+  }
+}
+
 struct TileCost {
   int64_t tile;
   float per_key, per_reduction;
@@ -99,6 +120,7 @@ void choose_tile(Selection& s, int64_t tile_q) {
 // and golden depends on it.
 void refine_tile(const Problem& p, const Manifest& manifest, const Device& device, Selection& s) {
   Selection probe = s;
+  if (s.second_attempt) split_wide_v(p, probe);
   CtaConfig config = configure_ctas(p, device, require_row(p, manifest, device, probe), probe);
   if (2 * config.num_ctas() > device.sm_count || probe.tile_q <= 8) return;
   const int64_t largest = s.tile_q;
@@ -107,6 +129,7 @@ void refine_tile(const Problem& p, const Manifest& manifest, const Device& devic
   for (const TileCost& cost : kTileCosts) {
     if (cost.tile > largest || cost.tile < group_size(p)) continue;
     choose_tile(probe, cost.tile);
+    if (s.second_attempt) split_wide_v(p, probe);
     const Row& row = require_row(p, manifest, device, probe);
     config = configure_ctas(p, device, row, probe);
     const int64_t steps = ceil_div(p.max_seq_len_kv, row.step_kv);
@@ -125,7 +148,8 @@ void refine_tile(const Problem& p, const Manifest& manifest, const Device& devic
 void select_gqa(const Problem& p, const Manifest& manifest, const Device& device, Selection& s) {
   const int64_t group = group_size(p);
   if (p.dtype_q != p.dtype_k || p.dtype_q != p.dtype_v) {
-    swap_operands(s, group <= 8 ? 8 : 16);
+    const bool eights = group <= 8 || (s.second_attempt && group % 16 != 0 && group % 8 == 0);
+    swap_operands(s, eights ? 8 : 16);
     return;
   }
   const int64_t rows = group * p.max_seq_len_q;
@@ -172,7 +196,11 @@ void select_kernel(const Problem& p, const Manifest& manifest, const Device& dev
   } else if (is_generation(p)) {
     select_gqa(p, manifest, device, s);
   }
-  if (p.head_dim_v > 256 && !is_mla(p) && s.kernel_type != KernelType::kSwapsMmaAb) s.head_dim_per_cta_v = 256;
+  if (!is_mla(p) && s.second_attempt) {
+    split_wide_v(p, s);
+  } else if (!is_mla(p) && p.head_dim_v > 256 && s.kernel_type != KernelType::kSwapsMmaAb) {
+    s.head_dim_per_cta_v = 256;
+  }
   if (!sparse && (s.mask == MaskType::kCausal || is_generation(p)) && p.max_seq_len_kv > window_size(p)) {
     s.mask = MaskType::kSlidingOrChunkedCausal;
   }

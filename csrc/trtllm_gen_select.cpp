@@ -53,8 +53,7 @@ void check_ranges(const Problem& p, const Device& device) {
 }
 
 int64_t max_active_clusters(const Device& device, int64_t cluster) {
-  // The driver refuses the question above the largest size; NVIDIA's code then goes on with 1.
-  if (cluster > kLargestCluster) return 1;
+  if (cluster > kLargestCluster) return 0;
   int64_t clusters = 0;
   for (const int sms : device.gpc_sms) clusters += sms / cluster;
   return clusters;
@@ -95,9 +94,9 @@ Shape launch_shape(const Problem& p, const Device& device, const Row& row, const
   return shape;
 }
 
-Decision run(const Problem& p, const Manifest& manifest, const Device& device) {
-  check_ranges(p, device);
+Decision run(const Problem& p, const Manifest& manifest, const Device& device, bool second_attempt) {
   Selection s(p);
+  s.second_attempt = second_attempt;
   CtaConfig c;
   int row = -1;
   for (int pass = 1;; ++pass) {
@@ -137,16 +136,30 @@ Decision run(const Problem& p, const Manifest& manifest, const Device& device) {
   return decision;
 }
 
+// Whether a kernel may exist although the rules found none.
+bool may_be_a_gap(const std::string& code) {
+  return code == "missing_kernel_decode" || code == "missing_kernel_context" || code == "kernel_not_found" ||
+         code == "heads_per_cta";
+}
+
 }  // namespace
 
 Decision select(const Problem& p, const Manifest& manifest, const Device& device, bool) {
+  Decision refusal;
   try {
-    return run(p, manifest, device);
+    check_ranges(p, device);
+    return run(p, manifest, device, false);
   } catch (const Refused& refused) {
-    Decision decision;
-    decision.code = refused.code;
-    decision.reason = refused.reason;
+    refusal.code = refused.code;
+    refusal.reason = refused.reason;
+  }
+  if (!may_be_a_gap(refusal.code)) return refusal;
+  try {
+    Decision decision = run(p, manifest, device, true);
+    decision.reason += "; NVIDIA's own rules refuse this call (" + refusal.code + ")";
     return decision;
+  } catch (const Refused&) {
+    return refusal;
   }
 }
 
