@@ -24,11 +24,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fmha_dispatch.cubin import read_cubin
+from fmha_dispatch.lockfile import Artifact, Family, LockFile, Table, Toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = Path("csrc/kernels")
@@ -37,6 +39,7 @@ PACK = DATA / "hopper.zip"
 MANIFEST = DATA / "hopper.manifest"
 LOCK = Path("cubins.lock")
 FAMILY = "hopper"
+LAYOUT = "0.6.13"  # of KernelParams: the FlashInfer release whose trtllm-gen layout csrc/kernel_params.h follows
 
 NVCC_VERSION = "13.0.88"
 NVCC_FLAGS = ["-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-O3"]
@@ -317,19 +320,51 @@ def main() -> int:
     return 0
 
 
-def check(built: Iterable[Built]) -> None:
-    """Raises if a digest is not the lock's."""
-    raise NotImplementedError
+def check(built: list[Built]) -> None:
+    """Raises if a digest is not the lock's, or if the lock was written with another compiler or other flags."""
+    lock = LockFile.read(ROOT / LOCK)
+    family = lock.families.get(FAMILY)
+    if family is None or family.toolchain != Toolchain(NVCC_VERSION, tuple(NVCC_FLAGS)):
+        raise Failure(4, f"{LOCK} was written with another toolchain: {family.toolchain if family else 'none'}")
+    wrong = []
+    for item in built:
+        artifact = lock.by_path.get(item.variant.path)
+        if artifact is None or artifact.sha256 != item.sha256:
+            wrong.append(f"{item.variant.path}: built {item.sha256}, locked {artifact.sha256 if artifact else 'not'}")
+    if wrong:
+        raise Failure(4, "\n".join(["digests differ from the lock:", *wrong]))
+
+
+def artifact_of(variant: Variant, cubin: bytes) -> Artifact:
+    """The lock's line, from what the ELF says."""
+    kernel = read_cubin(cubin).kernels.get(variant.symbol)
+    if kernel is None or kernel.param_bytes != PARAM_BYTES or kernel.frame_bytes:
+        raise Failure(2, f"{variant.symbol}: the ELF says {kernel}")
+    digest = hashlib.sha256(cubin).hexdigest()
+    return Artifact(FAMILY, variant.path, digest, len(cubin), "sm_90a", PARAM_BYTES, variant.symbol)
 
 
 def write(built: list[Built], keep: bool) -> None:
-    """Pack, manifest, lock."""
-    cubins = {item.variant.path: item.cubin for item in built}
-    if keep:
-        cubins = read_pack(ROOT / PACK) | cubins
-    known = [v for v in variants() if v.path in cubins]
+    """Pack, manifest, and the family's part of the lock. With `keep` the variants not built now stay as they are."""
+    from fmha_dispatch._core import Manifest  # --check does without the extension
+
+    cubins = read_pack(ROOT / PACK) if keep else {}
+    cubins |= {item.variant.path: item.cubin for item in built}
+    known = [variant for variant in variants() if variant.path in cubins]
+    artifacts = [artifact_of(variant, cubins[variant.path]) for variant in known]
+    table = Manifest.pack([row for variant in known for row in variant.rows()])
     (ROOT / DATA).mkdir(exist_ok=True)
-    write_pack(ROOT / PACK, {v.path: cubins[v.path] for v in known})
+    write_pack(ROOT / PACK, {variant.path: cubins[variant.path] for variant in known})
+    (ROOT / MANIFEST).write_bytes(table)
+    family = Family(
+        param_bytes=PARAM_BYTES,
+        layout=LAYOUT,
+        pack=PACK.name,
+        table=Table(MANIFEST.name, hashlib.sha256(table).hexdigest(), len(table)),
+        toolchain=Toolchain(NVCC_VERSION, tuple(NVCC_FLAGS)),
+    )
+    lock = LockFile.read(ROOT / LOCK) if (ROOT / LOCK).is_file() else LockFile({}, ())
+    (ROOT / LOCK).write_text(lock.replace_family(FAMILY, family, artifacts).dump())
 
 
 if __name__ == "__main__":

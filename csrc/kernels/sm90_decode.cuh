@@ -175,15 +175,14 @@ struct PageIds {
     current = next;
     next = fetch(group + 1);
   }
-  __device__ __forceinline__ int get(int page) const { return __shfl_sync(0xffffffff, current, page % 32); }
+  __device__ __forceinline__ int get(int page) const { return __shfl_sync(0xffffffff, current, page & 31); }
 };
 
 // The producer warp. Only pages with a key of [key_begin, key_end) in the CTA's tiles are loaded; what else a slot holds
 // is left as it was.
 template <class C>
 __device__ __forceinline__ void produce(KernelParams const& params, Work const& work, uint32_t smem) {
-  const bool leader = threadIdx.x % 32 == 0;
-  if (leader) {
+  if (elect_one()) {
     const int tokens = params.mNumTokensPerCtaQ;
     mbarrier_arrive_expect(q_barrier<C>(smem), C::kChunks * params.mNumHeadsQPerKv * tokens * 128);
 #pragma unroll
@@ -221,11 +220,11 @@ __device__ __forceinline__ void produce(KernelParams const& params, Work const& 
 #pragma unroll
     for (int is_v = 0; is_v < 2; ++is_v) {
       turn.wait_empty();
-      if (leader) mbarrier_arrive_expect(turn.full(), (end - begin) * box_keys * C::kHeadDim * 2);
+      if (elect_one()) mbarrier_arrive_expect(turn.full(), (end - begin) * box_keys * C::kHeadDim * 2);
 #pragma unroll 1
       for (int i = begin; i < end; ++i) {
         const int id = is_v ? pages_v.get(page + i) : pages_k.get(page + i);
-        if (leader) {
+        if (elect_one()) {
           const uint32_t box = turn.slot() + i * box_keys * 128;
           TensorMap const* map = is_v ? &params.tmaV_ : &params.tmaK_;
 #pragma unroll

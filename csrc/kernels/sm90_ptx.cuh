@@ -43,6 +43,19 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// True in one lane of a converged warp. The compiler knows what it means: TMA issued under it needs no loop over lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // --- barriers of a subset of the warps ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
