@@ -19,7 +19,11 @@ def run(code: str, *arguments: object) -> str:
     """Output of `code` in a fresh interpreter that can import the tests."""
     prelude = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
     done = subprocess.run(
-        [sys.executable, "-c", prelude + code, *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", prelude + code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=TESTS,  # not the checkout, whose package has no extension in it
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
