@@ -1,5 +1,6 @@
 // From a selection to the row it names, or the rows that come nearest.
 #include <algorithm>
+#include <climits>
 #include <vector>
 
 #include "names.h"
@@ -31,30 +32,47 @@ void check_key(const Problem& p, const Selection& s) {
   }
 }
 
-// Calls `visit(column, wanted, found)` for every column of the key in which the rows differ.
+bool same_architecture(const Row& wanted, const Row& row) {
+  return wanted.sm == row.sm || (row.sm == 10100 && (wanted.sm == 100 || wanted.sm == 103));
+}
+
+// Calls `visit(column, found)` for every column in which `row` differs and that a caller can do something about, until
+// it returns false. Columns that tell rows apart best come first.
 template <class Visit>
-void differences(const Row& a, const Row& b, Visit&& visit) {
-  const auto compare = [&](const char* column, auto wanted, auto found) {
-    if (wanted != found) visit(column, found);
-  };
-#define FMHA_COMPARE(type, name) compare(#name, a.name, b.name);
-  FMHA_ROW_ENUMS(FMHA_COMPARE)
+void visible_differences(const Row& wanted, const Row& row, Visit&& visit) {
+  const bool wants_context = wanted.kernel_type == KernelType::kContext;
+#define FMHA_COMPARE(name) (wanted.name == row.name || visit(#name, row.name))
+  static_cast<void>(
+      FMHA_COMPARE(dtype_o) && FMHA_COMPARE(head_dim_qk) && FMHA_COMPARE(num_tokens_per_page) &&
+      FMHA_COMPARE(dtype_q) && FMHA_COMPARE(dtype_k) && FMHA_COMPARE(mask) && FMHA_COMPARE(head_dim_v) &&
+      FMHA_COMPARE(dtype_v) && FMHA_COMPARE(skips_softmax) &&
+      (wants_context == (row.kernel_type == KernelType::kContext) || visit("kernel_type", row.kernel_type)) &&
+      FMHA_COMPARE(layout) && FMHA_COMPARE(sparse_mla) && FMHA_COMPARE(sage_q) && FMHA_COMPARE(sage_k) &&
+      FMHA_COMPARE(sage_p) && FMHA_COMPARE(sage_v) && FMHA_COMPARE(dynamic_page) &&
+      (same_architecture(wanted, row) || visit("sm", row.sm)));
 #undef FMHA_COMPARE
-  compare("tile_size_q", a.tile_size_q, b.tile_size_q);
-  compare("tile_size_kv", a.tile_size_kv, b.tile_size_kv);
-  compare("head_dim_per_cta_v", a.head_dim_per_cta_v, b.head_dim_per_cta_v);
-  compare("head_dim_qk", a.head_dim_qk, b.head_dim_qk);
-  compare("head_dim_v", a.head_dim_v, b.head_dim_v);
-  compare("num_tokens_per_page", a.num_tokens_per_page, b.num_tokens_per_page);
-  compare("sage_q", a.sage_q, b.sage_q);
-  compare("sage_k", a.sage_k, b.sage_k);
-  compare("sage_p", a.sage_p, b.sage_p);
-  compare("sage_v", a.sage_v, b.sage_v);
-  compare("uses_2cta_mma", a.uses_2cta_mma, b.uses_2cta_mma);
-  compare("skips_softmax", a.skips_softmax, b.skips_softmax);
-  compare("dynamic_page", a.dynamic_page, b.dynamic_page);
-  const bool same_sm = a.sm == b.sm || (b.sm == 10100 && (a.sm == 100 || a.sm == 103));
-  if (!same_sm) visit("sm", b.sm);
+}
+
+// As above for what the rules decide by themselves.
+template <class Visit>
+void inner_differences(const Row& wanted, const Row& row, Visit&& visit) {
+  const auto compare = [&](const char* column, auto value, auto found) {
+    if (value != found) visit(column, found);
+  };
+  compare("kernel_type", wanted.kernel_type, row.kernel_type);
+  compare("scheduler", wanted.scheduler, row.scheduler);
+  compare("multi_ctas_kv_mode", wanted.multi_ctas_kv_mode, row.multi_ctas_kv_mode);
+  compare("tile_size_q", wanted.tile_size_q, row.tile_size_q);
+  compare("tile_size_kv", wanted.tile_size_kv, row.tile_size_kv);
+  compare("head_dim_per_cta_v", wanted.head_dim_per_cta_v, row.head_dim_per_cta_v);
+  compare("uses_2cta_mma", wanted.uses_2cta_mma, row.uses_2cta_mma);
+}
+
+// How many differences, or `limit` if there are that many or more.
+int visible_distance(const Row& wanted, const Row& row, int limit) {
+  int count = 0;
+  visible_differences(wanted, row, [&](const char*, auto) { return ++count < limit; });
+  return count;
 }
 
 template <class T>
@@ -123,9 +141,13 @@ std::string key_in_words(const Row& r) {
 std::string nearest_rows(const Manifest& manifest, const Row& wanted) {
   int nearest[kMaxNearest], distance[kMaxNearest], count = 0;
   for (int i = 0; i < manifest.size(); ++i) {
-    int d = 0;
-    differences(wanted, manifest[i], [&](const char*, auto) { ++d; });
-    if (count == kMaxNearest && d >= distance[count - 1]) continue;
+    const Row& row = manifest[i];
+    const int limit = count == kMaxNearest ? distance[count - 1] : INT_MAX;
+    const int d = visible_distance(wanted, row, limit);
+    if (d >= limit) continue;
+    // One row for each way of being different.
+    if (std::any_of(nearest, nearest + count, [&](int j) { return visible_distance(manifest[j], row, 1) == 0; }))
+      continue;
     int at = count < kMaxNearest ? count++ : count - 1;
     for (; at > 0 && distance[at - 1] > d; --at) {
       distance[at] = distance[at - 1];
@@ -139,9 +161,12 @@ std::string nearest_rows(const Manifest& manifest, const Row& wanted) {
     const Row& row = manifest[nearest[n]];
     text += (n == 0 ? "" : "; ") + std::string(row.name) + " (";
     const size_t begin = text.size();
-    differences(wanted, row, [&](const char* column, auto found) {
+    const auto add = [&](const char* column, auto found) {
       text += (text.size() == begin ? "" : ", ") + std::string(column) + "=" + word(found);
-    });
+      return true;
+    };
+    visible_differences(wanted, row, add);
+    if (text.size() == begin) inner_differences(wanted, row, add);
     text += ")";
   }
   return text;
