@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.cases import Case, build, launch
+from cases import Case, build, launch
 
 from fmha_dispatch import decode, loader
 from fmha_dispatch.errors import NotPrepared
