@@ -15,7 +15,7 @@ from pathlib import Path
 from fmha_dispatch.errors import StoreError
 from fmha_dispatch.lockfile import Artifact
 from fmha_dispatch.settings import LIMITS, Limits
-from fmha_dispatch.sources import read_file
+from fmha_dispatch.sources import file_size, read_file
 
 _log = logging.getLogger("fmha_dispatch")
 
@@ -27,6 +27,8 @@ class Cache:
     lock is needed for correctness. Locks only keep processes from fetching the same bytes twice.
     """
 
+    kind = "cache"
+
     def __init__(self, root: Path, limits: Limits = LIMITS) -> None:
         self.root = root
         self.limits = limits
@@ -35,6 +37,9 @@ class Cache:
     def object_path(self, artifact: Artifact) -> Path:
         """Where its bytes lie, if they do."""
         return self.root / "objects" / artifact.sha256[:2] / artifact.sha256
+
+    def size(self, artifact: Artifact) -> int | None:
+        return file_size(self.object_path(artifact))
 
     def read(self, artifact: Artifact) -> bytes | None:
         return read_file(self.object_path(artifact), artifact.size, follow_links=False)

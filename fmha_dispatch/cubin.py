@@ -171,6 +171,7 @@ class _Reader:
     def __init__(self, data: bytes, limits: Limits) -> None:
         self.data = data
         self.limits = limits
+        self.attributes_left = limits.elf_attributes
 
     def cubin(self) -> Cubin:
         data = self.data
@@ -192,7 +193,9 @@ class _Reader:
         _need(len(tables) == 1, f"{len(tables)} symbol tables")
         symbols = self._symbols(tables[0], sections)
         self._relocations(sections, len(symbols))
-        return Cubin(self._arch(flags, sections), self._kernels(symbols, sections))
+        by_name = {section.name: section for section in sections}
+        _need(len(by_name) == len(sections), "two sections of one name")
+        return Cubin(self._arch(flags, by_name), self._kernels(symbols, sections, by_name))
 
     def _sections(self, offset: int, count: int, names: int) -> list[_Section]:
         end = offset + count * _SECTION.size
@@ -277,9 +280,9 @@ class _Reader:
     def _attributes(self, section: _Section) -> Iterator[tuple[int, int, bytes]]:
         """Number, 16-bit value, and bytes of each attribute."""
         data, position, end = self.data, section.offset, section.offset + section.size
-        for _ in range(self.limits.elf_attributes):
-            if position == end:
-                return
+        while position < end:
+            self.attributes_left -= 1
+            _need(self.attributes_left >= 0, f"more than {self.limits.elf_attributes} attributes")
             _need(position + 4 <= end, f"{section.name} is cut short")
             form, number, value = struct.unpack_from("<BBH", data, position)
             _need(1 <= form <= 4, f"{section.name} has an attribute of format {form}")
@@ -290,25 +293,20 @@ class _Reader:
                 body = data[position : position + value]
                 position += value
             yield number, value, body
-        raise _damaged(f"more than {self.limits.elf_attributes} attributes in {section.name}")
 
-    def _arch(self, flags: int, sections: list[_Section]) -> str:
+    def _arch(self, flags: int, sections: dict[str, _Section]) -> str:
         number = flags >> 8 & 0xFF
         _need(number > 0, f"e_flags {flags:#x} names no compute capability")
         accelerated = bool(flags & _FLAG_ACCELERATED)
+        if (compat := sections.get(".nv.compat")) is not None:
+            for attribute, value, _ in self._attributes(compat):
+                accelerated |= attribute == _COMPAT_ACCELERATED and value & 0xFF == 1
         stated: str | None = None
-        for section in sections:
-            if section.name == ".nv.compat":
-                for attribute, value, _ in self._attributes(section):
-                    accelerated |= attribute == _COMPAT_ACCELERATED and value & 0xFF == 1
-            elif section.name == ".note.nv.tkinfo":
-                note = self.data[section.offset : section.offset + min(section.size, 65536)]
-                found = re.search(rb"-arch (sm_([0-9]{2,3})[af]?)[ \0]", note)
-                if found:
-                    _need(
-                        int(found[2]) == number, f"compiled with -arch {found[1].decode()}, but e_flags say sm_{number}"
-                    )
-                    stated = found[1].decode()
+        if (tool := sections.get(".note.nv.tkinfo")) is not None:
+            note = self.data[tool.offset : tool.offset + min(tool.size, 65536)]
+            if (found := re.search(rb"-arch (sm_([0-9]{2,3})[af]?)[ \0]", note)) is not None:
+                stated = found[1].decode()
+                _need(int(found[2]) == number, f"compiled with -arch {stated}, but e_flags say sm_{number}")
         if accelerated:
             _need(stated in (None, f"sm_{number}a"), f"compiled with -arch {stated}, but marked as sm_{number}a")
             return f"sm_{number}a"
@@ -316,8 +314,9 @@ class _Reader:
         _need(stated != f"sm_{number}a", f"compiled with -arch {stated}, but not marked so")
         return stated or f"sm_{number}"
 
-    def _kernels(self, symbols: list[tuple[str, int, int, int]], sections: list[_Section]) -> dict[str, Kernel]:
-        by_name = {section.name: section for section in sections}
+    def _kernels(
+        self, symbols: list[tuple[str, int, int, int]], sections: list[_Section], by_name: dict[str, _Section]
+    ) -> dict[str, Kernel]:
         per_symbol: dict[tuple[int, int], int] = {}
         if (common := by_name.get(".nv.info")) is not None:
             for attribute, _, body in self._attributes(common):

@@ -45,10 +45,10 @@ class Limits:
     path_chars: int = 512
     cubin_bytes: int = 64 << 20
     table_bytes: int = 16 << 20
-    elf_sections: int = 1024
-    elf_symbols: int = 4096
-    elf_relocations: int = 4096
-    elf_attributes: int = 8192
+    elf_sections: int = 256
+    elf_symbols: int = 1024
+    elf_relocations: int = 2048
+    elf_attributes: int = 2048
     tries: int = 4
     redirects: int = 3
     retry_after_s: float = 120.0

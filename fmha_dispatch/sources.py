@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import zipfile
@@ -16,9 +17,19 @@ DATA = Path(__file__).resolve().parent / "data"
 
 
 class Source(Protocol):
-    """One layer of the store; `name` tells a person which."""
+    """One layer of the store.
 
+    Attributes:
+        kind: folder, pack, cache or mirror.
+        name: tells a person which one.
+    """
+
+    kind: str
     name: str
+
+    def size(self, artifact: Artifact) -> int | None:
+        """Bytes of what lies here under the artifact's name, unread and unverified; None: nothing."""
+        ...
 
     def read(self, artifact: Artifact) -> bytes | None:
         """The bytes found for `artifact`, not yet verified and never more than its size and one; None: not here.
@@ -33,9 +44,13 @@ class Source(Protocol):
 class Folder:
     """Artifacts as files below a folder: what ``fmha-dispatch fetch --dest`` writes, or a mounted mirror."""
 
-    def __init__(self, root: Path, name: str | None = None) -> None:
+    def __init__(self, root: Path, kind: str = "folder") -> None:
         self.root = root
-        self.name = name or f"folder {root}"
+        self.kind = kind
+        self.name = f"{kind} {root}"
+
+    def size(self, artifact: Artifact) -> int | None:
+        return file_size(self.root / artifact.path)
 
     def read(self, artifact: Artifact) -> bytes | None:
         return read_file(self.root / artifact.path, artifact.size)
@@ -44,10 +59,23 @@ class Folder:
 class Pack:
     """A ZIP archive inside the package, entries named by artifact path. It is only ever read."""
 
+    kind = "pack"
+
     def __init__(self, path: Path, family: str) -> None:
         self.path = path
         self.family = family
         self.name = f"pack {path.name}"
+
+    def size(self, artifact: Artifact) -> int | None:
+        return self._sizes.get(artifact.path)
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                return {entry.filename: entry.file_size for entry in archive.infolist()}
+        except (OSError, zipfile.BadZipFile):
+            return {}
 
     def read(self, artifact: Artifact) -> bytes | None:
         if artifact.family != self.family or not self.path.is_file():
@@ -72,6 +100,15 @@ class Pack:
 def packs(lock: LockFile, data: Path = DATA) -> list[Pack]:
     """The packs of this installation."""
     return [Pack(data / family.pack, name) for name, family in sorted(lock.families.items()) if family.pack]
+
+
+def file_size(path: Path) -> int | None:
+    """Size of a regular file, None if there is none that this process may see."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def read_file(path: Path, size: int, *, follow_links: bool = True) -> bytes | None:

@@ -73,7 +73,7 @@ class Store:
             self.sources.append(self.cache)
         for url in settings.mirrors:
             if url.startswith("file:"):
-                self.sources.append(Folder(_path_of(url), f"mirror {url}"))
+                self.sources.append(Folder(_path_of(url), "mirror"))
         self._told: set[str] = set()
 
     def urls(self, artifact: Artifact) -> list[str]:
