@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Compiles csrc/kernels into cubins; writes the embedded pack, the packed manifest and the family's part of cubins.lock.
+"""Compiles csrc/kernels into cubins; writes the embedded pack, the packed manifest, the family in cubins.lock.
 
-Digests do not depend on the folder or the time: nvcc runs in the source root with relative paths, and the pack has fixed
-timestamps and sorted names. Only nvcc of one exact version is accepted, from PATH or from the PyPI packages that the
-extra ``cubins`` names.
+Digests do not depend on the folder or the time: nvcc runs in the source root with relative paths, and the pack has
+fixed timestamps and sorted names. Only nvcc of one exact version is accepted, from the PyPI packages that the extra
+``cubins`` names or from PATH.
 
     tools/build_cubins.py                       build all, write pack, manifest and lock
     tools/build_cubins.py --only 'd128_q64'     build some, keep the rest of the pack
     tools/build_cubins.py --check               build all, compare digests with cubins.lock, write nothing
     tools/build_cubins.py --check --changed REF --sample 2 --seed S    what changed since REF and a moving sample
 
-Exit codes: 0 ok, 1 user (no such variant, wrong nvcc), 2 bug (does not compile, spills), 4 a digest differs from the lock.
+Exit codes: 0 ok, 1 user (no such variant, wrong nvcc), 2 bug (does not compile, spills), 4 digests differ.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fmha_dispatch.cubin import read_cubin
 from fmha_dispatch.lockfile import Artifact, Family, LockFile, Table, Toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
+THIS = Path("tools/build_cubins.py")
 KERNELS = Path("csrc/kernels")
 DATA = Path("fmha_dispatch/data")
 PACK = DATA / "hopper.zip"
@@ -110,7 +111,8 @@ class Variant:
         if self.swaps:
             size += self.consumers * self.tile_q * self.tile_kv * 2  # P
             size += self.consumers * 4 * self.tile_q * 4 + self.tile_q * 8  # column maxima, key ranges
-        size += parts * self.tile_q * 8 + self.tile_q * 4 + (2 * slots + 1) * 8 + 4  # statistics, sinks, barriers, ticket
+        size += parts * self.tile_q * 8 + self.tile_q * 4  # statistics, sinks
+        size += (2 * slots + 1) * 8 + 4  # barriers, ticket
         return (size + 127) // 128 * 128
 
     @property
@@ -256,13 +258,13 @@ def read_pack(path: Path) -> dict[str, bytes]:
 
 
 def changed_since(reference: str, table: list[Variant]) -> list[Variant]:
-    """Variants with a source file that differs from the git commit; all of them if this file (table, flags) changed."""
-    command = ["git", "diff", "--name-only", reference, "--", KERNELS.as_posix(), "csrc/kernel_params.h", "tools/build_cubins.py"]
+    """Variants with a source that differs from the git commit; all if this file did or the commit is not there."""
+    command = ["git", "diff", "--name-only", reference, "--", "csrc", THIS.as_posix()]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if run.returncode != 0:
-        raise Failure(1, f"git knows no {reference!r}: {run.stderr.strip()}")
+    if run.returncode != 0:  # a shallow clone
+        return table
     names = {Path(line) for line in run.stdout.split("\n") if line}
-    return [v for v in table if names & (includes(v.source) | {Path("tools/build_cubins.py")})]
+    return table if THIS in names else [variant for variant in table if names & includes(variant.source)]
 
 
 def includes(source: Path) -> set[Path]:
@@ -309,7 +311,9 @@ def main() -> int:
             return 0
         built = build(nvcc, choose(args, variants()), args.jobs)
         for item in built:
-            print(f"{item.variant.path} {item.sha256} {len(item.cubin)} B, {item.registers} registers")
+            v = item.variant
+            facts = f"{item.registers} registers, {v.threads} threads, {v.smem(v.slots)} B shared, {v.slots} slots"
+            print(f"{v.path} {item.sha256} {len(item.cubin)} B: {facts}")
         if args.check:
             check(built)
         else:

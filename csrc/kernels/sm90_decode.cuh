@@ -44,8 +44,8 @@ struct Config {
   static constexpr int kColumnOffset = kPOffset + kConsumers * kPBytes;  // float [kConsumers][4 warps][kTileQ]
   static constexpr int kRangesOffset = kColumnOffset + (kSwaps ? kConsumers * 4 * kTileQ * 4 : 0);  // int2 [kTileQ]
   static constexpr int kStatsOffset = kRangesOffset + (kSwaps ? kTileQ * 8 : 0);  // SoftmaxStats [kParts][kTileQ]
-  static constexpr int kSinksOffset = kStatsOffset + kParts * kTileQ * 8;   // float [kTileQ], log2 domain
-  static constexpr int kBarriersOffset = kSinksOffset + kTileQ * 4;         // full[kSlots], empty[kSlots], q
+  static constexpr int kSinksOffset = kStatsOffset + kParts * kTileQ * 8;         // float [kTileQ], log2 domain
+  static constexpr int kBarriersOffset = kSinksOffset + kTileQ * 4;               // full[kSlots], empty[kSlots], q
   static constexpr int kTicketOffset = kBarriersOffset + (2 * kSlots + 1) * 8;
   static constexpr int kSmemBytes = (kTicketOffset + 4 + 127) / 128 * 128;
 
@@ -60,14 +60,15 @@ struct Config {
 // The share of this CTA. Positions count from the start of the request's KV.
 struct Work {
   int batch, head_kv, cta_q, cta_kv;
-  int first_token;   // row of q and o of the tile's first token
-  int tokens;        // of the tile; 0 when the request has none left
-  int position;      // of the first token; negative when it sees no key
+  int first_token;           // row of q and o of the tile's first token
+  int tokens;                // of the tile; 0 when the request has none left
+  int position;              // of the first token; negative when it sees no key
   int key_begin, key_end;    // keys that any row of the tile sees
   int tile_begin, tile_end;  // KV tiles of this CTA
 };
 
-// The prerequisite grid may have written any of this: reads go to the L2, past lines that an earlier CTA left in the L1.
+// The prerequisite grid may have written any of this: reads go to the L2, past lines that an earlier CTA left in the
+// L1.
 template <class C>
 __device__ __forceinline__ Work find_work(KernelParams const& params) {
   Work work;
@@ -106,10 +107,11 @@ __device__ __forceinline__ int2 key_range(KernelParams const& params, Work const
   return make_int2(position >= window ? position - window + 1 : 0, position);
 }
 
-// --- ring ----------------------------------------------------------------------------------------------------------------
+// --- ring
+// ----------------------------------------------------------------------------------------------------------------
 
-// A place in the ring of K and V tiles. A wait on an mbarrier tells one phase from the next only, so whoever waits for a
-// slot must wait for each of its phases: two warpgroups that take turns at the tiles own half of the slots each.
+// A place in the ring of K and V tiles. A wait on an mbarrier tells one phase from the next only, so whoever waits for
+// a slot must wait for each of its phases: two warpgroups that take turns at the tiles own half of the slots each.
 template <class C>
 struct Ring {
   static constexpr int kOwners = C::kSwaps ? 2 : 1;
@@ -154,7 +156,8 @@ __device__ __forceinline__ void init_barriers(uint32_t smem) {
   mbarrier_init_fence();
 }
 
-// Page ids of a request, 32 a register (one a lane) with the next 32 on their way. Ids outside [first, last] stay unread.
+// Page ids of a request, 32 a register (one a lane) with the next 32 on their way. Ids outside [first, last] stay
+// unread.
 struct PageIds {
   int const* ids;
   int first, last, group;
@@ -178,8 +181,8 @@ struct PageIds {
   __device__ __forceinline__ int get(int page) const { return __shfl_sync(0xffffffff, current, page & 31); }
 };
 
-// The producer warp. Only pages with a key of [key_begin, key_end) in the CTA's tiles are loaded; what else a slot holds
-// is left as it was.
+// The producer warp. Only pages with a key of [key_begin, key_end) in the CTA's tiles are loaded; what else a slot
+// holds is left as it was.
 template <class C>
 __device__ __forceinline__ void produce(KernelParams const& params, Work const& work, uint32_t smem) {
   if (elect_one()) {
@@ -239,8 +242,8 @@ __device__ __forceinline__ void produce(KernelParams const& params, Work const& 
   }
 }
 
-// Zeroes the rows of a V tile that hold no key of [key_begin, key_end): their weight is 0, but 0 * NaN is NaN. The caller
-// makes the writes visible to wgmma (fence_async_proxy, then a barrier of the threads).
+// Zeroes the rows of a V tile that hold no key of [key_begin, key_end): their weight is 0, but 0 * NaN is NaN. The
+// caller makes the writes visible to wgmma (fence_async_proxy, then a barrier of the threads).
 template <class C>
 __device__ __forceinline__ void clean_v(Work const& work, int tile, unsigned char* slot, int thread, int threads) {
   const int key = tile * C::kTileKv;
@@ -269,7 +272,8 @@ __device__ __forceinline__ bool needs_mask(KernelParams const& params, Work cons
   return tile * C::kTileKv < last_begin || tile * C::kTileKv > work.position + 1 - C::kTileKv;
 }
 
-// --- output --------------------------------------------------------------------------------------------------------------
+// --- output
+// --------------------------------------------------------------------------------------------------------------
 
 // A row of the result, spread over a warp: lane i holds head_dim / 32 consecutive values. Sum 0: no key was seen.
 template <class C>
@@ -390,7 +394,7 @@ __device__ __forceinline__ void write_output(KernelParams const& params, Work co
   auto merge_cta = [&](int row) {
     return merge<C, C::kParts>(
         C::kParts, [&](int n) { return stats[n * C::kTileQ + row]; },
-        [&](int n, float(&o)[kValues]) {
+        [&](int n, float (&o)[kValues]) {
           load_values(o, output + (n * C::kTileQ + row) * C::kOutputStride + column);
         });
   };
@@ -414,7 +418,7 @@ __device__ __forceinline__ void write_output(KernelParams const& params, Work co
             const float2 v = load_peer_float2(peer_address(stats_address + part * 8, n / C::kParts));
             return SoftmaxStats{v.x, v.y};
           },
-          [&](int n, float(&o)[kValues]) {
+          [&](int n, float (&o)[kValues]) {
             const int part = n % C::kParts * C::kTileQ + row;
             const uint32_t address =
                 peer_address(output_address + (part * C::kOutputStride + column) * 4, n / C::kParts);
@@ -461,9 +465,9 @@ __device__ __forceinline__ void write_output(KernelParams const& params, Work co
           const float2 v = __ldcg(reinterpret_cast<float2 const*>(partial_stats + n * C::kTileQ + row));
           return SoftmaxStats{v.x, v.y};
         },
-        [&](int n, float(&o)[kValues]) {
-          float2 const* part = reinterpret_cast<float2 const*>(
-              partial_o + (static_cast<int64_t>(n) * C::kTileQ + row) * C::kHeadDim);
+        [&](int n, float (&o)[kValues]) {
+          float2 const* part =
+              reinterpret_cast<float2 const*>(partial_o + (static_cast<int64_t>(n) * C::kTileQ + row) * C::kHeadDim);
 #pragma unroll
           for (int i = 0; i < kValues / 2; ++i) {
             const float2 v = __ldcg(part + i);

@@ -1,5 +1,5 @@
-// Swapped operand order (8, 16 or 32 packed rows): S^T = K Q^T, O^T = V^T P^T, so that keys and head_dim fill the 64 rows
-// of wgmma and few queries are its columns. The two warpgroups take alternate tiles.
+// Swapped operand order (8, 16 or 32 packed rows): S^T = K Q^T, O^T = V^T P^T, so that keys and head_dim fill the 64
+// rows of wgmma and few queries are its columns. The two warpgroups take alternate tiles.
 #pragma once
 
 #include "sm90_decode.cuh"
@@ -59,8 +59,7 @@ __device__ __forceinline__ void consume_swaps(KernelParams const& params, Work c
   float* scratch = reinterpret_cast<float*>(smem + C::kColumnOffset) + warpgroup * 4 * C::kTileQ;
   int2 const* ranges = reinterpret_cast<int2 const*>(smem + C::kRangesOffset);
   // Where this lane's row of its 8x8 matrix of P^T goes: query lane % 8, 8 keys 16 warp + 8 (lane / 8 % 2), swizzled.
-  const uint32_t p_row =
-      p_address + (lane / 16 * 8 + lane % 8) * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
+  const uint32_t p_row = p_address + (lane / 16 * 8 + lane % 8) * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
 
   float o[C::kChunks][kValues];
 #pragma unroll

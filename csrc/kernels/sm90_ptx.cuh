@@ -56,13 +56,15 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
-// --- barriers of a subset of the warps ---------------------------------------------------------------------------------
+// --- barriers of a subset of the warps
+// ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- registers of a warpgroup ---------------------------------------------------------------------------------------------
+// --- registers of a warpgroup
+// ---------------------------------------------------------------------------------------------
 
 template <int kCount>
 __device__ __forceinline__ void release_registers() {
@@ -74,17 +76,18 @@ __device__ __forceinline__ void acquire_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// --- TMA ---------------------------------------------------------------------------------------------------------------
+// --- TMA
+// ---------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch_tensor_map(TensorMap const* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load_4d(uint32_t destination, TensorMap const* map, uint32_t barrier, int c0, int c1,
-                                            int c2, int c3) {
+__device__ __forceinline__ void tma_load_4d(uint32_t destination, TensorMap const* map, uint32_t barrier, int c0,
+                                            int c1, int c2, int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-          destination),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
@@ -92,7 +95,8 @@ __device__ __forceinline__ void tma_load_4d(uint32_t destination, TensorMap cons
 // Orders this thread's ordinary shared-memory writes before reads of them by wgmma (the async proxy).
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// --- programmatic dependent launch ---------------------------------------------------------------------------------------
+// --- programmatic dependent launch
+// ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wait_for_prerequisite_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -100,7 +104,8 @@ __device__ __forceinline__ void launch_dependent_grids() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// --- clusters ------------------------------------------------------------------------------------------------------------
+// --- clusters
+// ------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_size() {
   uint32_t size;
@@ -131,7 +136,8 @@ __device__ __forceinline__ float2 load_peer_float2(uint32_t address) {
   return v;
 }
 
-// --- arithmetic ------------------------------------------------------------------------------------------------------------
+// --- arithmetic
+// ------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -8,10 +8,10 @@
 
 namespace fmha::sm90 {
 
-// Descriptor of a 128-byte-swizzled operand in shared memory, made of [rows][64 values] tiles as TMA writes them (8 rows
-// = one atom of 1024 bytes, tiles aligned to it). The values of a row are the contraction dimension for a K-major
-// operand and rows/columns of the result for an MN-major one; `tile_stride` (bytes, MN-major only) leads from one 64-wide
-// tile to the next.
+// Descriptor of a 128-byte-swizzled operand in shared memory, made of [rows][64 values] tiles as TMA writes them (8
+// rows = one atom of 1024 bytes, tiles aligned to it). The values of a row are the contraction dimension for a K-major
+// operand and rows/columns of the result for an MN-major one; `tile_stride` (bytes, MN-major only) leads from one
+// 64-wide tile to the next.
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t address, uint32_t tile_stride = 16) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(tile_stride >> 4) << 16 |
          static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;

@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Reads the machine code of the hopper pack and checks what the source promises.
+
+* Matrix products are wgmma (HGMMA); none is the older HMMA.
+* No local memory (LDL, STL).
+* The wait for prerequisite grids (ACQBULK, griddepcontrol.wait) precedes every access to global memory: nothing in front
+  of it in the code reads or writes global memory, and no jump in front of it leads past it.
+
+This is a linear scan of the listing, not a proof over all paths. nvdisasm comes from the PyPI package
+``nvidia-cuda-nvdisasm`` or from PATH.
+
+    tools/check_sass.py [REGEX]
+
+Exit codes: 0 ok, 1 user (no nvdisasm, no such cubin), 2 a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+PACK = Path(__file__).resolve().parent.parent / "fmha_dispatch/data/hopper.zip"
+
+LABEL = re.compile(r"^(\.L_x_\d+):")
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*);")
+GLOBAL = re.compile(r"(LDG|LDGSTS|LD|STG|ST|ATOM|ATOMG|RED|REDG|UTMALDG|UTMASTG|UTMAREDG|UBLKCP)(\.|$)")
+
+
+def find_nvdisasm() -> str | None:
+    """The PyPI package's, else PATH's."""
+    for entry in sys.path:
+        path = Path(entry) / "nvidia/cu13/bin/nvdisasm"
+        if entry and path.is_file():
+            return str(path)
+    return shutil.which("nvdisasm")
+
+
+def faults(listing: str) -> tuple[list[str], Counter[str]]:
+    """What is wrong with one kernel's listing, and how often each opcode occurs."""
+    code: list[tuple[int, str, str]] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := INSTRUCTION.match(line):
+            code.append((int(found[1], 16), found[2], found[3]))
+    counts = Counter(opcode.split(".")[0] for _, opcode, _ in code)
+    wrong = [f"{counts[name]} {name}" for name in ("HMMA", "LDL", "STL") if counts[name]]
+    if not counts["HGMMA"]:
+        wrong.append("no HGMMA")
+    wait = next((i for i, (_, opcode, _) in enumerate(code) if opcode == "ACQBULK"), None)
+    if wait is None:
+        return [*wrong, "no ACQBULK"], counts
+    for address, opcode, operands in code[:wait]:
+        if GLOBAL.match(opcode):
+            wrong.append(f"{opcode} at {address:#x} before ACQBULK")
+        if opcode.split(".")[0] in ("BRA", "BRX", "JMP", "JMX", "CALL", "EXIT", "RET"):
+            target = re.search(r"\.L_x_\d+", operands)
+            if target is None or labels[target[0]] > wait:
+                wrong.append(f"{opcode} at {address:#x} leads past ACQBULK")
+    return wrong, counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("regex", nargs="?", default="", help="cubins whose path matches; all if absent")
+    args = parser.parse_args()
+    nvdisasm = find_nvdisasm()
+    if nvdisasm is None:
+        print("check_sass: no nvdisasm: pip install nvidia-cuda-nvdisasm", file=sys.stderr)
+        return 1
+    failed = False
+    with zipfile.ZipFile(PACK) as pack, tempfile.TemporaryDirectory() as folder:
+        names = [name for name in pack.namelist() if re.search(args.regex, name)]
+        for name in names:
+            path = pack.extract(name, folder)
+            listing = subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
+            wrong, counts = faults(listing)
+            failed |= bool(wrong)
+            seen = f"{counts['HGMMA']} HGMMA, {counts['UTMALDG']} UTMALDG, {sum(counts.values())} instructions"
+            print(f"{name}: {'; '.join(wrong) or 'ok'} ({seen})")
+    if not names:
+        print(f"check_sass: nothing matches {args.regex!r}", file=sys.stderr)
+        return 1
+    return 2 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
