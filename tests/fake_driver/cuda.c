@@ -221,17 +221,23 @@ int cuMemsetD8Async(uint64_t address, unsigned char value, size_t size, void* st
 }
 
 #ifndef WITHOUT_LIBRARIES
+// An ELF tells its own length: the end of its section or program headers, whichever come last. The real driver crashes
+// on anything else.
+static uint64_t elf_size(const unsigned char* bytes) {
+  uint64_t sections, segments;
+  uint16_t section_bytes, num_sections, segment_bytes, num_segments;
+  memcpy(&segments, bytes + 32, 8), memcpy(&segment_bytes, bytes + 54, 2), memcpy(&num_segments, bytes + 56, 2);
+  memcpy(&sections, bytes + 40, 8), memcpy(&section_bytes, bytes + 58, 2), memcpy(&num_sections, bytes + 60, 2);
+  sections += (uint64_t)section_bytes * num_sections;
+  segments += (uint64_t)segment_bytes * num_segments;
+  return sections > segments ? sections : segments;
+}
+
 int cuLibraryLoadData(void** library, const void* image, void* jit_options, void** jit_values, unsigned num_jit,
                       void* options, void** values, unsigned num_options) {
   (void)jit_options, (void)jit_values, (void)options, (void)values;
-  // An ELF says its own length in e_shoff + e_shnum * e_shentsize; anything else crashes the real driver.
   const unsigned char* bytes = image;
-  uint64_t size = 0;
-  if (memcmp(bytes, "\177ELF", 4) == 0) {
-    uint16_t entry, count;
-    memcpy(&size, bytes + 40, 8), memcpy(&entry, bytes + 58, 2), memcpy(&count, bytes + 60, 2);
-    size += (uint64_t)entry * count;
-  }
+  const uint64_t size = memcmp(bytes, "\177ELF", 4) == 0 ? elf_size(bytes) : 0;
   BEGIN("cuLibraryLoadData", NULL, size, num_jit, num_options);
   attach_blob(record, image, size);
   REQUIRE(size != 0, 200);

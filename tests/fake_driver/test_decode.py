@@ -1,0 +1,264 @@
+"""The whole path of a decode call, lock to recorded launch, with the real cubins and a driver that only records."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_tensor import FakeTensor
+
+import fmha_dispatch
+from fake_driver.driver import CAPTURE_ACTIVE, FakeDriver
+from fmha_dispatch import decode, store
+from fmha_dispatch.errors import DriverError, FmhaError, IntegrityError, InvalidArgument, NotPrepared, Unsupported
+from fmha_dispatch.lockfile import LockFile, installed_lock
+from fmha_dispatch.plan import workspace_bytes
+from fmha_dispatch.problem import dense_decode_problem
+from fmha_dispatch.settings import Settings
+from fmha_dispatch.sources import DATA
+
+B, HQ, HKV, D, PAGE, WIDTH = 8, 96, 8, 128, 16, 512
+PTR_O, PTR_SINKS, PTR_CUM, PTR_TABLES, PTR_SEQ_LENS, PTR_LSE = 912, 928, 936, 1000, 1080, 1256
+WINDOW, BATCH, MAX_PAGES, TOKENS_PER_CTA, SCALE_LOG2 = 1112, 1116, 1160, 1204, 1220
+
+
+@pytest.fixture
+def on_fake(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """The fake driver, with a stream of its own as torch's current stream, and no plan from another test."""
+    streams: dict[int, int] = {}
+    monkeypatch.setattr(decode, "current_stream", lambda device: streams.setdefault(device, fake.new_stream(device)))
+    decode.forget_plans()
+    yield fake
+    decode.forget_plans()
+
+
+def call(q_len: int = 1, device: int = 0, batch: int = B, **changed: Any) -> dict[str, Any]:
+    def on(shape: tuple[int, ...], dtype: str, ptr: int) -> FakeTensor:
+        return FakeTensor(shape, dtype, device=device, ptr=ptr)
+
+    pages = batch * WIDTH
+    return {
+        "query": on((batch * q_len, HQ, D), "bfloat16", 0x7F1000000000),
+        "kv_cache": (
+            on((pages, HKV, PAGE, D), "bfloat16", 0x7F2000000000),
+            on((pages, HKV, PAGE, D), "bfloat16", 0x7F3000000000),
+        ),
+        "workspace_buffer": on((128 << 20,), "uint8", 0x7F4000000000),
+        "block_tables": on((batch, WIDTH), "int32", 0x7F5000000000),
+        "seq_lens": on((batch,), "int32", 0x7F6000000000),
+        "max_seq_len": WIDTH * PAGE,
+        "bmm1_scale": 0.125,
+        "out": on((batch * q_len, HQ, D), "bfloat16", 0x7F7000000000),
+        "q_len_per_req": q_len,
+        **changed,
+    }
+
+
+def run(**arguments: Any) -> Any:
+    return fmha_dispatch.trtllm_batch_decode_with_kv_cache(**arguments)
+
+
+def test_lock_to_launch(on_fake: FakeDriver) -> None:
+    sinks = FakeTensor((HQ,), "float32", ptr=0x7F8000000000)
+    lse = FakeTensor((B * 4, HQ), "float32", ptr=0x7F9000000000)
+    arguments = call(4, sinks=sinks, lse=lse, window_left=1023, return_lse=True)
+    assert run(**arguments) == (arguments["out"], lse)
+
+    (loaded,) = on_fake.calls("cuLibraryLoadData")
+    digest = hashlib.sha256(loaded.blob).hexdigest()
+    artifact = installed_lock().by_path["hopper/sm90a_decode_bf16_d128_q64.cubin"]
+    assert digest == artifact.sha256, "what the driver gets is what the lock names"
+
+    (launch,) = on_fake.launches
+    assert launch.stream == decode.current_stream(0) and launch.device == 0
+    assert launch.grid[1:] == (HKV, B)
+    assert launch.pdl == 1
+    assert launch.pointer(PTR_O) == 0x7F7000000000
+    assert launch.pointer(PTR_TABLES) == 0x7F5000000000
+    assert launch.pointer(PTR_SEQ_LENS) == 0x7F6000000000
+    assert launch.pointer(PTR_SINKS) == 0x7F8000000000
+    assert launch.pointer(PTR_LSE) == 0x7F9000000000
+    assert launch.pointer(PTR_CUM) == 0
+    assert (launch.integer(WINDOW), launch.integer(BATCH), launch.integer(MAX_PAGES)) == (1024, B, WIDTH)
+    assert launch.integer(TOKENS_PER_CTA) == 64 // (HQ // HKV)
+    assert launch.number(SCALE_LOG2) == pytest.approx(0.125 * 1.4426950408889634)
+    query, key, value = on_fake.tensor_maps
+    assert (query.addr, query.dims, query.box) == (0x7F1000000000, (D, 12, HKV, B * 4), (64, 12, 1, 5))
+    assert (key.addr, key.dims, key.box) == (0x7F2000000000, (D, PAGE, HKV, B * WIDTH), (64, PAGE, 1, 1))
+    assert value.addr == 0x7F3000000000
+
+
+def test_T4_01_a_warm_call_loads_nothing(on_fake: FakeDriver) -> None:
+    arguments = call()
+    run(**arguments)
+    on_fake.clear()
+    for _ in range(3):
+        run(**arguments)
+    assert {record.name for record in on_fake.calls()} <= {
+        "cuCtxGetCurrent",
+        "cuCtxPushCurrent_v2",
+        "cuCtxPopCurrent_v2",
+        "cuStreamGetCtx",
+        "cuStreamGetCaptureInfo_v2",
+        "cuLaunchKernelEx",
+    }
+    assert len(on_fake.launches) == 3
+
+
+def test_growing_max_seq_len_stays_warm(on_fake: FakeDriver) -> None:
+    """An engine's longest request grows by a token a step; that must not make a plan a step."""
+    for length in range(4097, 4200):
+        run(**call(max_seq_len=length))
+    assert len(decode._plans) == 1
+
+
+def test_device_scales_reach_the_kernel_in_log2(on_fake: FakeDriver) -> None:
+    scale = FakeTensor((1,), "float32", ptr=0x7FA000000000)
+    run(**call(bmm1_scale_log2=scale, bmm2_scale=FakeTensor((1,), "float32", ptr=0x7FB000000000)))
+    (launch,) = on_fake.launches
+    assert launch.pointer(1056) == 0x7FA000000000 and launch.pointer(992) == 0x7FB000000000
+    with pytest.raises(InvalidArgument, match="bmm1_scale_log2"):
+        run(**call(bmm1_scale_log2=FakeTensor((2,), "float32")))
+    with pytest.raises(InvalidArgument, match="bmm2_scale"):
+        run(**call(bmm2_scale="1.0"))
+
+
+def test_T4_02_tensors_on_the_second_gpu(on_fake: FakeDriver) -> None:
+    on_fake.set_current(0)
+    run(**call(device=1))
+    (launch,) = on_fake.launches
+    assert launch.device == 1 and on_fake.current_device == 0
+
+
+def test_T4_04_first_use_under_capture(on_fake: FakeDriver) -> None:
+    stream = decode.current_stream(0)
+    on_fake.begin_capture(stream)
+    with pytest.raises(NotPrepared):
+        run(**call(3))
+    assert on_fake.end_capture(stream) == CAPTURE_ACTIVE
+    assert on_fake.launches == []
+
+
+def test_T4_09_batch_beyond_the_grid(on_fake: FakeDriver) -> None:
+    run(**call(batch=65535))
+    assert on_fake.launches[-1].grid[2] == 65535
+    with pytest.raises(Unsupported, match="65536"):
+        run(**call(batch=65536))
+
+
+def test_T4_09_refused_launch_is_an_exception_with_the_facts(on_fake: FakeDriver) -> None:
+    run(**call())
+    on_fake.fail("cuLaunchKernelEx", 1)
+    with pytest.raises(DriverError) as caught:
+        run(**call())
+    for fact in ("sm90a_decode_bf16_d128_q16", "grid", "device 0", "batch 8"):
+        assert fact in str(caught.value)
+    assert caught.value.code == 1
+
+
+def test_T3_06_workspace_is_exact(on_fake: FakeDriver) -> None:
+    """As large as workspace_bytes says is enough; half of the scratch is refused before any launch."""
+    from fmha_dispatch.device import describe
+
+    problem = dense_decode_problem(
+        dtype="bfloat16",
+        batch_size=1,
+        q_len=4,
+        kv_len=131072,
+        num_heads_q=HQ,
+        num_heads_kv=HKV,
+        head_dim=D,
+        page_size=PAGE,
+    )
+    need = workspace_bytes(problem, describe(0))
+    assert need > 0
+    tables = FakeTensor((1, 131072 // PAGE), "int32")
+    long = {"batch": 1, "max_seq_len": 131072, "block_tables": tables}
+    run(**call(4, workspace_buffer=FakeTensor((need,), "uint8", ptr=0x7F4000000010), **long))
+    on_fake.clear()
+    with pytest.raises(InvalidArgument, match="workspace_buffer is too small"):
+        run(**call(4, workspace_buffer=FakeTensor((need // 2,), "uint8"), **long))
+    assert on_fake.launches == []
+
+
+def test_no_query_rows_is_no_launch(on_fake: FakeDriver) -> None:
+    cumulative = FakeTensor((B + 1,), "int32")
+    empty = FakeTensor((0, HQ, D))
+    ragged = {"q_len_per_req": None, "max_q_len": 4, "cum_seq_lens_q": cumulative}
+    assert run(**call(query=empty, **{**ragged, "out": empty})) is empty
+    assert on_fake.launches == []
+
+
+# --- cubins that are not what the lock says ---
+
+
+def damaged(data: bytes) -> bytes:
+    return data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "one bit": damaged,
+    "short": lambda data: data[:-1],
+    "long": lambda data: data + b"\0",
+    "empty": lambda data: b"",
+    "HTML": lambda data: b"<!doctype html><title>Log in</title>",
+}
+
+
+def use_store(monkeypatch: pytest.MonkeyPatch, lock: LockFile, data: Path) -> None:
+    stored = store.Store(lock, Settings(offline=True), data=data)
+    monkeypatch.setattr(store, "default_store", lambda: stored)
+
+
+def pack_with(folder: Path, change: Callable[[bytes], bytes]) -> Path:
+    shutil.copytree(DATA, folder)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(folder / "hopper.zip") as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, change(old.read(name)))
+    (folder / "hopper.zip").write_bytes(buffer.getvalue())
+    return folder
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_cubin_never_reaches_the_driver(
+    on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    use_store(monkeypatch, installed_lock(), pack_with(tmp_path / "data", DAMAGE[kind]))
+    with pytest.raises((IntegrityError, FmhaError)) as caught:
+        run(**call())
+    assert isinstance(caught.value, IntegrityError), caught.value
+    assert on_fake.calls("cuLibraryLoadData") == []
+    assert on_fake.launches == []
+
+
+@pytest.mark.parametrize("field, value", [("arch", "sm_100a"), ("symbol", "another_kernel")])
+def test_T4_24_cubin_that_is_not_what_the_lock_describes(
+    on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, field: str, value: str
+) -> None:
+    """The digest is right and the ELF says something else than the lock: refused, naming both."""
+    lock = installed_lock()
+    family = lock.families["hopper"]
+    changed = [dataclasses.replace(artifact, **{field: value}) for artifact in lock.of_family("hopper")]
+    use_store(monkeypatch, lock.replace_family("hopper", family, changed), DATA)
+    with pytest.raises(IntegrityError, match=value):
+        run(**call())
+    assert on_fake.calls("cuLibraryLoadData") == []
+
+
+def test_T4_24_cubin_of_another_abi(on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = installed_lock()
+    family = dataclasses.replace(lock.families["hopper"], param_bytes=1408)
+    changed = [dataclasses.replace(artifact, param_bytes=1408) for artifact in lock.of_family("hopper")]
+    use_store(monkeypatch, lock.replace_family("hopper", family, changed), DATA)
+    with pytest.raises(IntegrityError, match="1408") as caught:
+        run(**call())
+    assert "1280" in str(caught.value)
+    assert on_fake.calls("cuLibraryLoadData") == []
