@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fmha_dispatch.cubin import VerifiedCubin
 
 _lock = threading.Lock()
-_loaded: dict[tuple[int, str], LoadedKernel] = {}
+_loaded: dict[tuple[int, str, str], LoadedKernel] = {}
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,11 @@ def load(cubin: VerifiedCubin, device: int, *, stream: int | None = None) -> Loa
         DriverError: the driver refused.
     """
     opened = open_device(device)
-    key = (device, cubin.sha256)
+    key = (device, cubin.sha256, cubin.symbol)
     with _lock:
         kernel = _loaded.get(key)
         if kernel is not None and kernel.context_id == opened.context_id:
             return kernel
-        if stream is not None and driver().is_capturing(stream):
-            raise NotPrepared(
-                "a kernel would have to be loaded while the stream is being captured",
-                asked=f"{cubin.name} on cuda:{device}",
-                fix="prepare() it, or call once outside the capture",
-            )
         if not runs_on(cubin.arch, opened.properties.sm):
             raise DeviceError(
                 "the cubin is for another GPU",
@@ -83,7 +77,14 @@ def load(cubin: VerifiedCubin, device: int, *, stream: int | None = None) -> Loa
                 found=f"{cubin.param_bytes} bytes in {cubin.name}",
                 fix="install the fmha-dispatch version that its cubins.lock belongs to",
             )
-        _loaded[key] = kernel = _load(cubin, opened)
+        with _current(opened.context):
+            if stream is not None and driver().is_capturing(stream):
+                raise NotPrepared(
+                    "a kernel would have to be loaded while the stream is being captured",
+                    asked=f"{cubin.name} on cuda:{device}",
+                    fix="prepare() it, or call once outside the capture",
+                )
+            _loaded[key] = kernel = _load(cubin, opened)
         return kernel
 
 
@@ -101,7 +102,7 @@ def runs_on(arch: str, sm: int) -> bool:
 
 def _load(cubin: VerifiedCubin, device: OpenDevice) -> LoadedKernel:
     started = time.perf_counter()
-    with _current(device.context), _relaxed_capture():
+    with _relaxed_capture():
         free_before = _free_bytes()
         doing = f"loading {cubin.name} ({cubin.arch}, {len(cubin.data)} bytes) on cuda:{device.ordinal}"
         facts = {"found": _facts(cubin, device)}

@@ -169,6 +169,7 @@ int cuStreamGetId(void* stream, unsigned long long* id) {
 
 int cuStreamIsCapturing(void* stream, int* status) {
   BEGIN("cuStreamIsCapturing", stream, 0);
+  REQUIRE(stream_context(stream) != NULL, INVALID_CONTEXT);
   *status = as_stream(stream) != NULL ? as_stream(stream)->capture : CAPTURE_NONE;
   return finish(record, OK);
 }
@@ -176,6 +177,7 @@ int cuStreamIsCapturing(void* stream, int* status) {
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, const void** nodes,
                               size_t* num_nodes) {
   BEGIN("cuStreamGetCaptureInfo_v2", stream, U(graph), U(nodes), U(num_nodes));
+  REQUIRE(stream_context(stream) != NULL, INVALID_CONTEXT);
   Stream* own = as_stream(stream);
   *status = own != NULL ? own->capture : CAPTURE_NONE;
   if (id != NULL) *id = own != NULL ? own->capture_id : 0;

@@ -118,6 +118,13 @@ def test_t4_04_loading_under_capture_is_refused_before_any_forbidden_call(fake: 
     assert fake.end_capture(stream) == CAPTURE_ACTIVE
 
 
+@pytest.mark.parametrize("stream", [None, 0, 1, 2])
+def test_default_streams_load_also_when_no_context_is_current(fake: FakeDriver, stream: int | None) -> None:
+    fake.set_current(-1)
+    assert loader.load(tiny_cubin(), 1, stream=stream).device == 1
+    assert fake.current_device == -1
+
+
 def test_t4_04_a_loaded_kernel_is_captured_without_a_load(fake: FakeDriver) -> None:
     plan = warm()
     stream = fake.new_stream()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from fmha_dispatch.errors import DeviceError
 TESTS = Path(__file__).parent.parent
 
 
-def run(code: str, *arguments: object) -> str:
+def run(code: str, *arguments: object, **environment: str) -> str:
     """Output of `code` in a fresh interpreter that can import the tests."""
     prelude = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
     done = subprocess.run(
@@ -23,6 +24,7 @@ def run(code: str, *arguments: object) -> str:
         capture_output=True,
         text=True,
         timeout=120,
+        env=os.environ | environment,
         cwd=TESTS,  # not the checkout, whose package has no extension in it
     )
     assert done.returncode == 0, done.stderr
@@ -145,3 +147,39 @@ def test_every_code_of_t2_15_has_words() -> None:
     for code in (2, 200, 209, 218, 222, 301, 303, 400, 700, 719, 900):
         assert _core.driver_error_cause(code)
     assert _core.driver_error_cause(9999) == ""
+
+
+@pytest.mark.parametrize("mode", ["Disabled", "GmemReduction", "CgaSmemReduction"])
+def test_t6_01_a_warm_launch_allocates_nothing(fake_libcuda: Path, tmp_path: Path, mode: str) -> None:
+    counter = tmp_path / "count_malloc.so"
+    source = TESTS / "fake_driver" / "count_malloc.c"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(counter), str(source)], check=True)
+    out = run(
+        """
+import ctypes
+from pathlib import Path
+from fake_driver.driver import load
+fake = load(Path(sys.argv[1]))
+from fake_driver.warm import BUFFERS, warm
+launch = warm(mode=sys.argv[3]).launcher.launch
+fake.set_recording(False)
+fake.set_current(-1)
+stream = fake.new_stream()
+calls = [list((BUFFERS | {"stream": stream, "q": BUFFERS["q"] + step % 7 * 4096}).values()) for step in range(100)]
+for values in calls:
+    launch(*values)
+counter = ctypes.CDLL(sys.argv[2])
+counter.count_start()
+for values in calls:
+    launch(*values)
+print(counter.count_stop())
+counter.count_start()
+ctypes.CDLL(None).malloc(1)
+assert counter.count_stop() > 0
+""",
+        fake_libcuda,
+        counter,
+        mode,
+        LD_PRELOAD=str(counter),
+    )
+    assert out == "0"
