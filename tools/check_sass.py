@@ -3,7 +3,7 @@
 
 * Matrix products are wgmma (HGMMA); none is the older HMMA.
 * No local memory (LDL, STL).
-* The wait for prerequisite grids (ACQBULK, griddepcontrol.wait) precedes every access to global memory: nothing in front
+* The wait for prerequisite grids (ACQBULK, griddepcontrol.wait) comes before global memory is touched: nothing in front
   of it in the code reads or writes global memory, and no jump in front of it leads past it.
 
 This is a linear scan of the listing, not a proof over all paths. nvdisasm comes from the PyPI package
