@@ -8,6 +8,10 @@ import pytest
 import torch
 from cases import Case, build, check, launch, replace, run
 
+import fmha_dispatch
+from fmha_dispatch import decode, loader
+from fmha_dispatch.errors import NotPrepared
+
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -254,10 +258,8 @@ def test_graph_replays_with_other_lengths(workspace) -> None:
             check(replace(case, kv_lens=lens), out, lse, inputs)
 
 
-def test_T4_04_first_use_under_capture_leaves_the_capture_valid(workspace) -> None:
-    from fmha_dispatch import decode
-    from fmha_dispatch.errors import NotPrepared
-
+def test_T4_04_first_use_under_capture_leaves_the_capture_valid(workspace, monkeypatch) -> None:
+    monkeypatch.setattr(loader, "_loaded", {})  # as in a process that has not loaded any kernel
     case = Case((50,), 1, group=7, head_dim=256, dtype=torch.float16)
     inputs = build(case)
     decode.forget_plans()
@@ -278,8 +280,6 @@ def replace_cache(inputs, cache):
 
 
 def launch_into(case, inputs, workspace, out, lse) -> None:
-    import fmha_dispatch
-
     fmha_dispatch.trtllm_batch_decode_with_kv_cache(
         inputs.query,
         inputs.kv_cache,
