@@ -5,6 +5,8 @@
 namespace fmha {
 namespace {
 
+constexpr int kFamilySm = 10100;  // sm_100f: runs on 100 and 103
+
 uint64_t log2_of(int value) {
   uint64_t log2 = 0;
   while (value >>= 1) ++log2;
@@ -35,36 +37,40 @@ KernelKey key_of(const Row& r) {
   return key;
 }
 
-KernelIndex::KernelIndex(const std::vector<Row>& rows) {
-  size_t size = 16;
-  while (size < rows.size() * 2) size *= 2;
-  slots_.resize(size);
+KernelIndex::KernelIndex(const std::vector<Row>& rows) : rows_(&rows) {
+  size_t buckets = 16;
+  while (buckets < rows.size()) buckets *= 2;
+  first_.assign(buckets, -1);
+  next_.reserve(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
-    const Row& row = rows[i];
-    const KernelKey key = key_of(row);
-    Slot& slot = slots_[slot_of(key)];
-    int& entry = row.sm == 100 ? slot.sm_100 : row.sm == 103 ? slot.sm_103 : slot.family;
-    if (entry >= 0) {
-      throw ManifestError("kernel manifest: " + std::string(rows[entry].name) + " and " + std::string(row.name) +
-                          " have the same key");
+    const KernelKey key = key_of(rows[i]);
+    int32_t& first = first_[bucket_of(key)];
+    for (int32_t other = first; other >= 0; other = next_[other]) {
+      if (rows[other].sm == rows[i].sm && key_of(rows[other]) == key) {
+        throw ManifestError("kernel manifest: " + std::string(rows[other].name) + " and " + std::string(rows[i].name) +
+                            " have the same key");
+      }
     }
-    slot.key = key;
-    entry = static_cast<int>(i);
+    next_.push_back(first);
+    first = static_cast<int32_t>(i);
   }
 }
 
 int KernelIndex::find(const KernelKey& key, int sm) const {
-  const Slot& slot = slots_[slot_of(key)];
-  if (sm == 100 && slot.sm_100 >= 0) return slot.sm_100;
-  if (sm == 103 && slot.sm_103 >= 0) return slot.sm_103;
-  return sm == 100 || sm == 103 ? slot.family : -1;
+  if (rows_ == nullptr || (sm != 100 && sm != 103)) return -1;
+  int family = -1;
+  for (int32_t i = first_[bucket_of(key)]; i >= 0; i = next_[i]) {
+    const Row& row = (*rows_)[i];
+    if ((row.sm != sm && row.sm != kFamilySm) || !(key_of(row) == key)) continue;
+    if (row.sm == sm) return i;
+    family = i;
+  }
+  return family;
 }
 
-size_t KernelIndex::slot_of(const KernelKey& key) const {
-  uint64_t hash = (key.choice ^ (uint64_t{key.types} << 29)) * 0x9E3779B97F4A7C15u;
-  size_t i = (hash ^ hash >> 32) & (slots_.size() - 1);
-  while (!slots_[i].empty() && !(slots_[i].key == key)) i = (i + 1) & (slots_.size() - 1);
-  return i;
+size_t KernelIndex::bucket_of(const KernelKey& key) const {
+  const uint64_t hash = (key.choice ^ (uint64_t{key.types} << 29)) * 0x9E3779B97F4A7C15u;
+  return (hash ^ hash >> 32) & (first_.size() - 1);
 }
 
 }  // namespace fmha

@@ -17,25 +17,22 @@ struct KernelKey {
 // Key of a row, or of the row that is wished for.
 KernelKey key_of(const Row& row);
 
-// Open-addressing table, built once.
+// Chains of rows by hash of their key, built once.
 class KernelIndex {
  public:
-  KernelIndex() : slots_(1) {}
-  // Throws ManifestError if two rows of one architecture have the same key.
+  KernelIndex() = default;
+  // `rows` must outlive the index. Throws ManifestError if two rows of one architecture have the same key.
   explicit KernelIndex(const std::vector<Row>& rows);
 
   // Index of the row for `sm` (100 or 103), or -1. A row for exactly that architecture wins over a family row.
   int find(const KernelKey& key, int sm) const;
 
  private:
-  struct Slot {
-    KernelKey key;
-    int sm_100 = -1, sm_103 = -1, family = -1;
-    bool empty() const { return sm_100 < 0 && sm_103 < 0 && family < 0; }
-  };
-  size_t slot_of(const KernelKey& key) const;
+  size_t bucket_of(const KernelKey& key) const;
 
-  std::vector<Slot> slots_;
+  const std::vector<Row>* rows_ = nullptr;
+  std::vector<int32_t> first_;  // row of each bucket, -1: none
+  std::vector<int32_t> next_;   // row after each row, -1: none
 };
 
 }  // namespace fmha

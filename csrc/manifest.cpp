@@ -51,19 +51,34 @@ enum Flag {
 };
 static_assert(kNumFlags <= 8);
 
-bool is_printable(char c) { return c >= ' ' && c <= '~'; }
+// All of ' '..'~', eight bytes at a time: a megabyte is checked at every open.
+bool is_printable(std::string_view text) {
+  constexpr uint64_t kOnes = 0x0101010101010101u, kHigh = kOnes << 7;
+  const auto suspicious = [](uint64_t w) { return (w | (w - kOnes * ' ') | (w + kOnes)) & kHigh; };
+  uint64_t found = 0;
+  size_t i = 0;
+  for (; i + sizeof(uint64_t) <= text.size(); i += sizeof(uint64_t)) {
+    uint64_t word;
+    std::memcpy(&word, text.data() + i, sizeof word);
+    found |= suspicious(word);
+  }
+  for (; i < text.size(); ++i) found |= suspicious(kOnes * static_cast<uint8_t>(text[i]));
+  return found == 0;
+}
 
 [[noreturn]] void fail(const std::string& what) { throw ManifestError("kernel manifest: " + what); }
 
-void check_range(int64_t value, int64_t low, int64_t high, const char* column, size_t row) {
-  if (value < low || value > high) {
-    fail("row " + std::to_string(row) + ": " + column + " is " + std::to_string(value) + ", allowed " +
-         std::to_string(low) + ".." + std::to_string(high));
-  }
+[[noreturn, gnu::cold]] void fail_range(int64_t value, int64_t low, int64_t high, const char* column, size_t row) {
+  fail("row " + std::to_string(row) + ": " + column + " is " + std::to_string(value) + ", allowed " +
+       std::to_string(low) + ".." + std::to_string(high));
 }
 
-// Restores the strings into `text` (already sized). A string that begins with all of the one before shares its bytes.
-std::vector<std::string_view> restore_strings(std::string_view coded, uint32_t count, std::vector<char>& text) {
+inline void check_range(int64_t value, int64_t low, int64_t high, const char* column, size_t row) {
+  if (value < low || value > high) fail_range(value, low, high, column, row);
+}
+
+// Restores the strings into `text` of `size` bytes. A string that begins with all of the one before shares its bytes.
+std::vector<std::string_view> restore_strings(std::string_view coded, uint32_t count, char* text, size_t size) {
   std::vector<std::string_view> strings;
   strings.reserve(count);
   size_t at = 0, filled = 0;
@@ -75,19 +90,16 @@ std::vector<std::string_view> restore_strings(std::string_view coded, uint32_t c
     if (shared > last.size() || rest > coded.size() - at || shared + rest > kMaxString) fail("string table is damaged");
     const bool extends = shared == last.size();
     const size_t begin = extends ? filled - shared : filled;
-    if (text.size() - begin < shared + rest) fail("string table is longer than its header says");
-    if (!extends) std::memcpy(text.data() + begin, last.data(), shared);
-    for (size_t j = 0; j < rest; ++j) {
-      const char c = coded[at + j];
-      if (!is_printable(c)) fail("string table holds bytes that are not printable ASCII");
-      text[begin + shared + j] = c;
-    }
+    if (size - begin < shared + rest) fail("string table is longer than its header says");
+    if (!extends) std::memcpy(text + begin, last.data(), shared);
+    std::memcpy(text + begin + shared, coded.data() + at, rest);
     at += rest;
     filled = begin + shared + rest;
-    last = std::string_view(text.data() + begin, shared + rest);
+    last = std::string_view(text + begin, shared + rest);
     strings.push_back(last);
   }
-  if (at != coded.size() || filled != text.size()) fail("string table is shorter than its header says");
+  if (at != coded.size() || filled != size) fail("string table is shorter than its header says");
+  if (!is_printable({text, size})) fail("string table holds bytes that are not printable ASCII");
   return strings;
 }
 
@@ -126,14 +138,15 @@ Manifest::Manifest(std::string_view bytes) {
       header.restored_text_bytes > uint64_t{header.num_strings} * kMaxString) {
     fail("string table is larger than the file");
   }
-  text_.resize(header.restored_text_bytes);
-  const auto strings = restore_strings(bytes.substr(sizeof header, header.text_bytes), header.num_strings, text_);
-  rows_.resize(header.num_rows);
+  text_.reset(new char[header.restored_text_bytes]);  // not zeroed: this is megabytes
+  const auto strings = restore_strings(bytes.substr(sizeof header, header.text_bytes), header.num_strings, text_.get(),
+                                       header.restored_text_bytes);
+  rows_.reserve(header.num_rows);
   const char* at = bytes.data() + sizeof header + header.text_bytes;
-  for (size_t i = 0; i < rows_.size(); ++i, at += sizeof(PackedRow)) {
+  for (size_t i = 0; i < header.num_rows; ++i, at += sizeof(PackedRow)) {
     PackedRow packed;
     std::memcpy(&packed, at, sizeof packed);
-    Row& row = rows_[i];
+    Row& row = rows_.emplace_back();
 #define FMHA_READ(name) row.name = string_at(strings, packed.name, #name, i);
     FMHA_ROW_STRINGS(FMHA_READ)
 #undef FMHA_READ
@@ -170,8 +183,7 @@ std::string Manifest::pack(const std::vector<Row>& rows) {
   uint32_t next = 0;
   for (auto& [string, position] : index) {
     if (string.size() > kMaxString) fail("a string of " + std::to_string(string.size()) + " bytes; 255 at most");
-    if (!std::all_of(string.begin(), string.end(), is_printable))
-      fail("'" + std::string(string) + "' is not plain ASCII");
+    if (!is_printable(string)) fail("'" + std::string(string) + "' is not plain ASCII");
     position = next++;
     const size_t shared = shared_prefix(last, string);
     text += static_cast<char>(shared);

@@ -1,6 +1,7 @@
 // The kernel manifest: the packed table of all rows of a family.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -29,7 +30,7 @@ class Manifest {
   const KernelIndex& index() const { return index_; }
 
  private:
-  std::vector<char> text_;
+  std::unique_ptr<char[]> text_;
   std::vector<Row> rows_;
   KernelIndex index_;
 };

@@ -68,7 +68,7 @@ void fill_params(const Problem& p, const Row& row, const Shape& shape, const Buf
   params->ptrScaleSoftmaxLog2 = pointer<float const>(b.scale_softmax_log2_ptr);
   params->ptrSeqLensKv = pointer<int32_t const>(b.seq_lens_kv);
   params->mAttentionWindowSize =
-      p.window_left == -1 ? INT32_MAX : narrow(std::min<int64_t>(p.window_left + 1, INT32_MAX));
+      p.window_left == -1 ? INT32_MAX : narrow(std::min<int64_t>(p.window_left, INT32_MAX - 1) + 1);
   params->mBatchSize = narrow(p.batch_size);
   params->mMaxSeqLenQ = narrow(p.max_seq_len_q);
   params->mMaxSeqLenKv = narrow(p.max_seq_len_kv);

@@ -67,8 +67,10 @@ std::string refusal(const Manifest& manifest, const std::vector<Mismatch>& fault
   }
   std::vector<int> order(manifest.size());
   for (int i = 0; i < manifest.size(); ++i) order[i] = i;
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return mismatches[a].size() < mismatches[b].size(); });
+  std::sort(order.begin(), order.end(), [&](int a, int b) {
+    const size_t left = mismatches[a].size(), right = mismatches[b].size();
+    return left != right ? left < right : a < b;
+  });
   // Every field has a row that takes it, only not one row all fields: then the nearest row is the explanation.
   std::string text = "no kernel for ";
   text += named.empty() ? in_words(mismatches[order[0]]) : in_words(named);

@@ -146,14 +146,6 @@ bool admits(const Row& row, const Problem& p, const Device& device, bool sane, s
           [&] { return "at least " + std::to_string(row.smem_bytes); })) {
     return false;
   }
-  if (ok && sane) {
-    TensorMapArgs maps[kMaxTensorMaps];
-    const int count = encode_args(p, row, Buffers{}, maps);
-    for (int i = 0; i < count; ++i) {
-      const std::string fault = tensor_map_fault(maps[i]);
-      if (!fault.empty() && !refuse("tensor layout", [&] { return fault; }, [] { return std::string(); })) return false;
-    }
-  }
   return ok;
 }
 
@@ -238,6 +230,13 @@ Decision select(const Problem& p, const Manifest& manifest, const Device& device
     best.row = -1;
   }
   if (best.row >= 0) {
+    std::string fault = first_tensor_map_fault(p, manifest[best.row]);
+    if (!fault.empty()) {
+      faults.push_back({"tensor layout", std::move(fault), ""});
+      best.row = -1;
+    }
+  }
+  if (best.row >= 0) {
     decision.row = best.row;
     decision.shape = launch_shape(p, manifest[best.row], best.num_ctas_kv);
     decision.reason = describe(p, manifest[best.row], decision.shape);
@@ -247,7 +246,7 @@ Decision select(const Problem& p, const Manifest& manifest, const Device& device
   std::vector<std::vector<Mismatch>> mismatches(manifest.size());
   for (int i = 0; i < manifest.size(); ++i) admits(manifest[i], p, device, sane, &mismatches[i]);
   if (best.row < 0) {
-    decision.code = sane ? "no_kernel" : "bad_problem";
+    decision.code = faults.empty() ? "no_kernel" : "bad_problem";
     decision.reason = refusal(manifest, faults, mismatches);
   }
   if (!trace) return decision;

@@ -82,6 +82,14 @@ std::string tensor_map_fault(const TensorMapArgs& args) {
   return {};
 }
 
+std::string first_tensor_map_fault(const Problem& p, const Row& row) {
+  TensorMapArgs maps[kMaxTensorMaps];
+  const int count = encode_args(p, row, Buffers{}, maps);
+  std::string fault;
+  for (int i = 0; i < count && fault.empty(); ++i) fault = tensor_map_fault(maps[i]);
+  return fault;
+}
+
 const char* slot_name(int slot) {
   switch (slot) {
     case offsetof(KernelParams, tmaQ_):

@@ -26,8 +26,14 @@ struct TensorMapArgs {
 // Fills `out` in encode order; returns how many slots the kernel of `row` uses. No heap allocation.
 int encode_args(const Problem& problem, const Row& row, const Buffers& buffers, TensorMapArgs out[kMaxTensorMaps]);
 
+// Of a tensor map, in bytes.
+constexpr bool is_valid_stride(uint64_t bytes) { return bytes % 16 == 0 && bytes < uint64_t{1} << 40; }
+
 // The rule of cuTensorMapEncodeTiled that `args` breaks, in words; empty if it breaks none.
 std::string tensor_map_fault(const TensorMapArgs& args);
+
+// The same over all maps of a launch, whatever its addresses will be.
+std::string first_tensor_map_fault(const Problem& problem, const Row& row);
 
 // "tmaQ_" for the slot at that offset.
 const char* slot_name(int slot);

@@ -132,7 +132,7 @@ std::string key_in_words(const Row& r) {
   if (r.uses_2cta_mma) add("uses_2cta_mma", "1");
   if (r.sparse_mla != SparseMlaType::kNone) add("sparse_mla", word(r.sparse_mla));
   if (r.skips_softmax) add("skips_softmax", "1");
-  if (r.sage_q + r.sage_k + r.sage_p + r.sage_v != 0) {
+  if (r.sage_q != 0 || r.sage_k != 0 || r.sage_p != 0 || r.sage_v != 0) {
     add("sage", word(r.sage_q) + "/" + word(r.sage_k) + "/" + word(r.sage_p) + "/" + word(r.sage_v));
   }
   return text;

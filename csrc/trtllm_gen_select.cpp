@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kMaxPasses = 4;
 constexpr int64_t kLargestCluster = 16;
+constexpr int64_t kStrideLimit = int64_t{1} << 50;
 
 const char* phase_code(const Problem& p) {
   if (p.layout == QkvLayout::kSeparateQkv) return "missing_kernel_ragged";
@@ -42,6 +43,21 @@ void check_ranges(const Problem& p, const Device& device) {
   range("sparse_top_k", p.sparse_top_k, 0);
   // A window longer than any sequence is none, so only one end is bounded.
   range("window_left", std::min<int64_t>(p.window_left, INT32_MAX), INT32_MIN);
+  if (p.layout == QkvLayout::kPagedKv) range("page_size", p.page_size, 1);
+  // Only so that no product overflows; what TMA takes is checked when the tile is known.
+  const auto stride = [&](const char* field, int64_t value) {
+    if (value < -kStrideLimit || value > kStrideLimit) faults.push_back({field, std::to_string(value), "up to 2^50"});
+  };
+  stride("stride_q_token", p.stride_q.token);
+  stride("stride_q_head", p.stride_q.head);
+  stride("stride_k_token", p.stride_k.token);
+  stride("stride_k_head", p.stride_k.head);
+  stride("stride_k_page", p.stride_k.page);
+  stride("stride_v_token", p.stride_v.token);
+  stride("stride_v_head", p.stride_v.head);
+  stride("stride_v_page", p.stride_v.page);
+  stride("stride_kv_sf_head", p.stride_kv_sf_head);
+  stride("stride_kv_sf_page", p.stride_kv_sf_page);
   for (const int64_t block : {p.sage_block_q, p.sage_block_k, p.sage_block_p, p.sage_block_v})
     range("sage block", block, 0);
   if (!faults.empty()) throw Refused{"overflow_32bit", in_words(faults)};
@@ -127,6 +143,8 @@ Decision run(const Problem& p, const Manifest& manifest, const Device& device, b
   if (p.sparse_top_k % 4 != 0) {
     throw Refused{"sparse_topk_mod4", "sparse_top_k=" + std::to_string(p.sparse_top_k) + " (allowed: a multiple of 4)"};
   }
+  const std::string fault = first_tensor_map_fault(p, manifest[row]);
+  if (!fault.empty()) throw Refused{"tensor_layout", fault};
   Decision decision;
   decision.row = row;
   decision.shape = launch_shape(p, device, manifest[row], c);

@@ -39,7 +39,10 @@ TensorMapArgs make_map(size_t slot, DataType type, uint64_t addr, const Layout& 
     args.dims[i] = static_cast<uint64_t>(layout.dims[i]);
     args.box[i] = static_cast<uint32_t>(layout.box[i]);
     args.elem_strides[i] = 1;
-    if (i > 0) args.strides[i - 1] = static_cast<uint64_t>(layout.strides[i - 1] * stride_bytes);
+    if (i == 0) continue;
+    args.strides[i - 1] = static_cast<uint64_t>(layout.strides[i - 1] * stride_bytes);
+    // A dimension of size 1 is never stepped over, so a stride that TMA would refuse there means nothing.
+    if (layout.dims[i] == 1 && !is_valid_stride(args.strides[i - 1])) args.strides[i - 1] = 0;
   }
   const int64_t inner_bytes = layout.box[0] * bits(type) / 8;
   if (!swizzle) {
@@ -106,9 +109,7 @@ TensorMapArgs map_of_kv(const Problem& p, const Row& row, const KvLayout& kv, co
   const bool packed = kv.per_byte == 2 && !kv.in_tmem;
   const int64_t keys = paged ? p.page_size : p.sum_seq_lens_kv;
   // A ragged tensor has no batch: one step of that dimension, never taken.
-  const int64_t batch_stride = paged                                                               ? t.stride.page
-                               : std::clamp<int64_t>(t.stride.page, 0, INT32_MAX) == t.stride.page ? t.stride.page
-                                                                                                   : 0;
+  const int64_t batch_stride = paged ? t.stride.page : std::max<int64_t>(0, t.stride.page);
   int64_t columns = std::min({elements_per_swizzle_row(p.dtype_k), kv.max_dim, int64_t{128}});
   if (packed) columns /= 2;
   columns *= fold;

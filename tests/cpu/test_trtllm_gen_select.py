@@ -31,6 +31,7 @@ CODES = {
     "overflow_32bit",
     "page_not_pow2",
     "sparse_topk_mod4",
+    "tensor_layout",
     "tile_not_pow2",
     "two_cta_shape",
 }
