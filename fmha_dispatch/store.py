@@ -116,6 +116,27 @@ class Store:
         with Fetcher(self.settings) as fetcher:
             return self._fetch(artifact, fetcher)
 
+    def require(self, artifacts: Iterable[Artifact]) -> list[VerifiedCubin]:
+        """Verified bytes of all `artifacts` from this machine's layers; nothing is fetched.
+
+        Raises:
+            ArtifactMissing: with all that are missing.
+            IntegrityError: some are damaged, and no layer has a good copy.
+        """
+        cubins: list[VerifiedCubin] = []
+        missing: list[Artifact] = []
+        faults: list[tuple[Source, FmhaError]] = []
+        for artifact in artifacts:
+            found = self._local_with_warnings(artifact)
+            if found.cubin is not None:
+                cubins.append(found.cubin)
+            else:
+                missing.append(artifact)
+                faults += found.faults
+        if missing:
+            raise self.missing(missing, faults)
+        return cubins
+
     def fetch_all(
         self, artifacts: Iterable[Artifact], progress: Callable[[Artifact], None] = lambda artifact: None
     ) -> dict[str, FmhaError]:

@@ -24,10 +24,13 @@ def run(args: argparse.Namespace) -> int:
     """Exit code of the worst error: 4 before 5 before 3.
 
     Raises:
+        ArtifactMissing: offline; with the list of all that is missing.
         StoreError: the cache or the destination cannot be written.
     """
     store = open_store(args)
     artifacts = chosen(args, store.lock)
+    if store.offline:
+        store.require(artifacts)
     progress = _Progress(len(artifacts))
     errors = store.fetch_all(artifacts, progress)
     progress.close()
