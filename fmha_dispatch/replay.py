@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -44,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
             for record in replay_lines(lines, manifest):
                 malformed += record["status"] == "malformed"
                 out.write(json.dumps(record, separators=(",", ":")) + "\n")
-    except OSError as error:
+    except BrokenPipeError:
+        raise
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise InvalidArgument("cannot replay", found=str(error), fix="a readable input and a writable output") from None
     return ExitCode.USER if malformed else ExitCode.OK
 

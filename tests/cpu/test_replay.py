@@ -1,0 +1,100 @@
+"""``fmha-dispatch replay``: files in, files out, and lines that are no calls."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import golden
+import pytest
+
+from fmha_dispatch import cli
+from fmha_dispatch.errors import ExitCode
+
+FIELDS = ["id", "status", "kernel", "launch", "params_hex", "tma", "reduction", "lse_kernel", "error"]
+
+
+def some_problems() -> list[dict[str, Any]]:
+    """One of each function and outcome."""
+    seen = {}
+    for item in golden.dispatch():
+        seen.setdefault((item["problem"]["fn"], item["expect"].get("category")), item)
+    return list(seen.values())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_file_to_file(tmp_path: Path, bare: bool, suffix: str) -> None:
+    items = some_problems()
+    text = "".join(json.dumps(item["problem"] if bare else item) + "\n\n" for item in items)
+    source, target = tmp_path / f"in.jsonl{suffix}", tmp_path / f"out.jsonl{suffix}"
+    source.write_bytes(gzip.compress(text.encode()) if suffix else text.encode())
+    assert cli.main(["replay", str(source), "--out", str(target)]) == ExitCode.OK
+    records = read_lines(target)
+    assert len(records) == len(items)
+    for item, record in zip(items, records, strict=True):
+        assert list(record) == FIELDS
+        assert record["id"] == item["problem"]["id"]
+        if record["status"] == "ok" and item["expect"]["status"] == "ok":
+            for field in FIELDS[2:8]:
+                assert record[field] == item["expect"][field], (record["id"], field)
+        elif record["status"] == "error":
+            assert record["error"]["category"] == item["expect"]["category"]
+            assert record["error"]["message"]
+            assert all(record[field] is None for field in FIELDS[2:8])
+
+
+def test_stdout_and_lines_that_are_no_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = next(item for item in some_problems() if item["expect"]["status"] == "ok")
+    no_query = json.loads(json.dumps(good))
+    no_query["problem"]["args"]["query"] = None
+    huge = json.loads(json.dumps(good))
+    huge["problem"]["args"]["batch_size"] = 2**80
+    lines = [good, "{", "[1]", {"id": "x", "fn": "nothing"}, {"id": "y"}, no_query, huge, good]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    assert cli.main(["replay", str(source)]) == ExitCode.USER
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["status"] for r in records] == [
+        "ok",
+        "malformed",
+        "malformed",
+        "error",
+        "malformed",
+        "malformed",
+        "malformed",
+        "ok",
+    ]
+    assert records[3]["error"]["category"] == "unknown_function"
+    assert records[4]["id"] == "y" and "line 5" in records[4]["error"]["message"]
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"\x1f\x8b\x08 damaged"])
+def test_unreadable_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None) -> None:
+    source = tmp_path / ("in.jsonl.gz" if content and content.startswith(b"\x1f") else "in.jsonl")
+    if content is not None:
+        source.write_bytes(content)
+    assert cli.main(["replay", str(source)]) == ExitCode.USER
+    assert "cannot replay" in capsys.readouterr().err
+
+
+def test_scratch_that_is_too_small_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for item in golden.dispatch():
+        mode = "MultiCtasKvVar" in (item["expect"].get("kernel") or "")
+        if mode and item["problem"]["fn"] == "trtllm_paged_attention_decode" and not item["problem"]["args"]["lse"]:
+            break
+    else:
+        pytest.fail("no problem with partial results in global memory")
+    item["problem"]["args"]["workspace_size"] = (8 << 20) + 4096
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(item))
+    assert cli.main(["replay", str(source)]) == ExitCode.OK
+    record = json.loads(capsys.readouterr().out)
+    assert record["error"]["category"] == "workspace_scratch"
