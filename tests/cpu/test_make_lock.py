@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from typing import Any
 
 import golden
 import pytest
+from synthetic import make_cubin
 
 from fmha_dispatch import _core
+from fmha_dispatch.cubin import verify
 from fmha_dispatch.errors import IntegrityError
 from fmha_dispatch.lockfile import Artifact, LockFile, installed_lock
 from fmha_dispatch.manifest import load_manifest
@@ -258,17 +261,35 @@ def test_bytes_digests_and_lists_must_agree(tools: ModuleType, tmp_path: Path) -
     assert "neither a folder nor a wheel" in refusal(tools, tmp_path / "absent.whl")
 
 
-def test_a_cubin_for_another_gpu_is_refused(tools: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = artifact_folder(tmp_path, {"kernelA.cubin": b"bytes"})
+def test_elf_facts_must_be_those_of_the_header(tools: ModuleType, tmp_path: Path) -> None:
+    def root(name: str, **facts: Any) -> Path:
+        return artifact_folder(tmp_path / name, {"kernelA.cubin": make_cubin(**facts)})
 
-    class Cubin:
-        arch = "sm_103a"
-        kernels: dict[str, Any] = {}  # noqa: RUF012
+    found = refusal(tools, root("arch", symbol="kernelA", arch="sm_103a"))
+    assert "kernelA.cubin is for sm_103a, the header says 10100" in found
+    assert "kernelA.cubin holds kernelB" in refusal(tools, root("symbol", symbol="kernelB", arch="sm_100f"))
+    one = make_cubin("kernelA", arch="sm_100f")
+    other = make_cubin("kernelB", arch="sm_100f", param_bytes=1408)
+    mixed = artifact_folder(tmp_path / "size", {"kernelA.cubin": one, "kernelB.cubin": other})
+    assert "disagree about the size of KernelParams: [1280, 1408]" in refusal(tools, mixed)
 
-    monkeypatch.setattr(tools, "read_cubin", lambda data: Cubin)
-    assert "kernelA.cubin is for sm_103a, the header says 10100" in refusal(tools, root)
-    monkeypatch.setattr(Cubin, "arch", "sm_100f")
-    assert "kernelA.cubin holds" in refusal(tools, root)
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_folder_and_wheel_give_the_same(tools: ModuleType, tmp_path: Path, packed: bool) -> None:
+    cubins = {f"{name}.cubin": make_cubin(name, arch="sm_100f") for name in ("kernelA", "kernelB")}
+    source = artifact_folder(tmp_path / "package", cubins)
+    if packed:
+        source = Path(shutil.make_archive(str(tmp_path / "package"), "zip", source))
+    opened = tools.open_source(source)
+    imported = tools.import_artifact(opened, *tools.find_artifact(opened, COMMIT[:8]))
+    assert (imported.folder, imported.param_bytes) == (f"{COMMIT}/fmha/trtllm-gen", 1280)
+    assert [artifact.path for artifact in imported.artifacts] == [
+        "trtllm-gen/kernelA.cubin",
+        "trtllm-gen/kernelB.cubin",
+    ]
+    for artifact, row in zip(imported.artifacts, imported.rows, strict=True):
+        assert verify(cubins[f"{artifact.symbol}.cubin"], artifact).arch == artifact.arch == "sm_100f"
+        assert (row["cubin"], row["name"], row["symbol"]) == (artifact.path, artifact.symbol, artifact.symbol)
 
 
 def test_the_family_is_replaced_and_others_stay(tools: ModuleType) -> None:
