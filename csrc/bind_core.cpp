@@ -333,6 +333,7 @@ void bind_decision(nb::module_& m) {
                    })
       .def_ro("code", &Decision::code)
       .def_ro("reason", &Decision::reason)
+      .def_ro("steps", &Decision::steps)
       .def_prop_ro("rejected", [](const Decision& d) {
         nb::list list;
         for (const Rejection& r : d.rejected) list.append(nb::make_tuple(r.row, r.reason));

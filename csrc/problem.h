@@ -144,9 +144,11 @@ struct Rejection {
 struct Decision {
   int row = -1;  // index into the manifest; -1: refused
   Shape shape;
-  std::string code;                 // of a refusal: a word that stays the same between versions
-  std::string reason;               // one sentence: why this row, or why none
-  std::vector<Rejection> rejected;  // filled only when a trace is asked for
+  std::string code;    // of a refusal: a word that stays the same between versions
+  std::string reason;  // one sentence: why this row, or why none
+  // Only when a trace is asked for: why not the other rows, and how the rules came to their answer.
+  std::vector<Rejection> rejected;
+  std::vector<std::string> steps;
 };
 
 }  // namespace fmha

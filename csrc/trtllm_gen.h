@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "manifest.h"
 #include "problem.h"
@@ -35,6 +36,7 @@ struct Selection {
   // NVIDIA's rules miss kernels that exist. The second attempt, after they refused, closes the gaps that are known:
   // docs/differences.md.
   bool second_attempt = false;
+  std::vector<std::string>* steps = nullptr;  // what happened, in words; null: nobody asked
 };
 
 // Of non-negative numbers; stops far above any limit instead of wrapping.
@@ -75,6 +77,9 @@ const Row& require_row(const Problem& p, const Manifest& manifest, const Device&
 
 // Grid and KV split for `row`. May change `s` and then asks for another pass through s.select_again.
 CtaConfig configure_ctas(const Problem& p, const Device& device, const Row& row, Selection& s);
+
+// "grid 4x8x2, 4 KV splits, cluster 4".
+std::string in_words(const CtaConfig& c);
 
 // One pass of the rules that choose page, tile, kernel type and mask.
 void select_kernel(const Problem& p, const Manifest& manifest, const Device& device, Selection& s);

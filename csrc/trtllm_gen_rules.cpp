@@ -122,7 +122,13 @@ void refine_tile(const Problem& p, const Manifest& manifest, const Device& devic
   Selection probe = s;
   if (s.second_attempt) split_wide_v(p, probe);
   CtaConfig config = configure_ctas(p, device, require_row(p, manifest, device, probe), probe);
-  if (2 * config.num_ctas() > device.sm_count || probe.tile_q <= 8) return;
+  if (2 * config.num_ctas() > device.sm_count || probe.tile_q <= 8) {
+    if (s.steps != nullptr) {
+      s.steps->push_back("cost model not asked: " + in_words(config) + " of " + std::to_string(device.sm_count) +
+                         " SMs with tile " + std::to_string(probe.tile_q));
+    }
+    return;
+  }
   const int64_t largest = s.tile_q;
   bool found = false;
   float best = 0.f;
@@ -137,6 +143,10 @@ void refine_tile(const Problem& p, const Manifest& manifest, const Device& devic
     const float keys = cost.per_key * static_cast<float>(span);
     const float reduction = cost.per_reduction * 128.f * static_cast<float>(config.num_ctas_kv);
     const float time = (keys + reduction) * static_cast<float>(ceil_div(config.num_ctas(), device.sm_count));
+    if (s.steps != nullptr) {
+      s.steps->push_back("cost model: tile " + std::to_string(cost.tile) + " takes " + std::to_string(time) + " with " +
+                         in_words(config) + " (" + std::string(row.name) + ")");
+    }
     if (found && time >= best) continue;
     found = true;
     best = time;

@@ -110,9 +110,15 @@ Shape launch_shape(const Problem& p, const Device& device, const Row& row, const
   return shape;
 }
 
-Decision run(const Problem& p, const Manifest& manifest, const Device& device, bool second_attempt) {
+void note(const Selection& s, const std::string& step) {
+  if (s.steps != nullptr) s.steps->push_back(step);
+}
+
+Decision run(const Problem& p, const Manifest& manifest, const Device& device, bool second_attempt,
+             std::vector<std::string>* steps) {
   Selection s(p);
   s.second_attempt = second_attempt;
+  s.steps = steps;
   CtaConfig c;
   int row = -1;
   for (int pass = 1;; ++pass) {
@@ -125,6 +131,10 @@ Decision run(const Problem& p, const Manifest& manifest, const Device& device, b
                     "no kernel for " + key_in_words(wanted) + "; nearest kernels: " + nearest_rows(manifest, wanted)};
     }
     c = configure_ctas(p, device, manifest[row], s);
+    if (steps != nullptr) {
+      note(s, "pass " + std::to_string(pass) + ": " + std::string(manifest[row].name) + ", " + in_words(c) +
+                  (s.select_again ? "; now wanted: " + key_in_words(wanted_row(p, device, s)) : ""));
+    }
     if (!s.select_again) break;
   }
   bool fell_back = false;
@@ -137,6 +147,7 @@ Decision run(const Problem& p, const Manifest& manifest, const Device& device, b
     const Row& fallback = require_row(p, manifest, device, s);
     row = static_cast<int>(&fallback - &manifest[0]);
     c = configure_ctas(p, device, fallback, s);
+    if (steps != nullptr) note(s, "clusters do not fit: " + std::string(fallback.name) + ", " + in_words(c));
     if (s.select_again)
       throw Refused{"did_not_converge", "the fallback to a reduction in global memory asks for another kernel"};
   }
@@ -162,23 +173,34 @@ bool may_be_a_gap(const std::string& code) {
 
 }  // namespace
 
-Decision select(const Problem& p, const Manifest& manifest, const Device& device, bool) {
+Decision select(const Problem& p, const Manifest& manifest, const Device& device, bool trace) {
   Decision refusal;
+  std::vector<std::string> steps;
+  const auto attempt = [&](bool second) {
+    Decision decision = run(p, manifest, device, second, trace ? &steps : nullptr);
+    decision.steps = std::move(steps);
+    return decision;
+  };
   try {
     check_ranges(p, device);
-    return run(p, manifest, device, false);
+    return attempt(false);
   } catch (const Refused& refused) {
     refusal.code = refused.code;
     refusal.reason = refused.reason;
   }
-  if (!may_be_a_gap(refusal.code)) return refusal;
-  try {
-    Decision decision = run(p, manifest, device, true);
-    decision.reason += "; NVIDIA's own rules refuse this call (" + refusal.code + ")";
-    return decision;
-  } catch (const Refused&) {
-    return refusal;
+  if (trace) steps.push_back("refused (" + refusal.code + "): " + refusal.reason);
+  if (may_be_a_gap(refusal.code)) {
+    try {
+      if (trace) steps.push_back("second attempt, beyond NVIDIA's rules");
+      Decision decision = attempt(true);
+      decision.reason += "; NVIDIA's own rules refuse this call (" + refusal.code + ")";
+      return decision;
+    } catch (const Refused& refused) {
+      if (trace) steps.push_back("refused (" + std::string(refused.code) + "): " + refused.reason);
+    }
   }
+  refusal.steps = std::move(steps);
+  return refusal;
 }
 
 }  // namespace fmha::trtllm_gen

@@ -26,16 +26,24 @@ int64_t keys_to_read(const Problem& p, const Row& row, const Selection& s) {
 
 }  // namespace
 
+std::string in_words(const CtaConfig& c) {
+  std::string text =
+      "grid " + std::to_string(c.grid[0]) + "x" + std::to_string(c.grid[1]) + "x" + std::to_string(c.grid[2]);
+  if (c.num_ctas_kv > 1) text += ", " + std::to_string(c.num_ctas_kv) + " KV splits";
+  if (c.cluster > 1) text += ", cluster " + std::to_string(c.cluster);
+  return text;
+}
+
 CtaConfig configure_ctas(const Problem& p, const Device& device, const Row& row, Selection& s) {
   s.select_again = false;
   CtaConfig c;
   c.num_ctas_q = query_tiles(p, row);
   const int64_t heads_per_cta = row.groups_heads_q ? std::min<int64_t>(group_size(p), row.step_q) : 1;
-  if (p.num_heads_q % heads_per_cta != 0) {
-    throw Refused{"heads_per_cta", "num_heads_q=" + std::to_string(p.num_heads_q) + ": the kernel takes " +
+  // NVIDIA's code only asks that all heads divide, and then lets a CTA reach into the next KV head.
+  if (group_size(p) % heads_per_cta != 0) {
+    throw Refused{"heads_per_cta", "num_heads_q / num_heads_kv=" + std::to_string(group_size(p)) + " (allowed: up to " +
                                        std::to_string(heads_per_cta) +
-                                       " heads at a time (num_heads_q / num_heads_kv=" + std::to_string(group_size(p)) +
-                                       ", allowed with these dtypes: 1..16, 32, 48, ...)"};
+                                       ", or a multiple of it: the kernel takes that many heads at a time)"};
   }
   const int64_t head_ctas = p.num_heads_q / heads_per_cta;
   const int64_t head_dim_ctas = row.head_dim_v / s.head_dim_per_cta_v;
