@@ -22,7 +22,6 @@ COMMANDS = {
     "demo": ("fmha_dispatch.demo", "run the main job on the two reference models"),
     "explain": ("fmha_dispatch.explain", "which kernel a decode call gets, and why no other"),
     "replay": ("fmha_dispatch.replay", "decide recorded trtllm-gen calls again, without GPU or cubins"),
-    "replay": ("fmha_dispatch.replay", "recorded calls in, decisions out; needs no GPU and no cubins"),
     "fetch": ("fmha_dispatch.store_commands.fetch", "make cubins available on this machine"),
     "verify": ("fmha_dispatch.store_commands.verify", "check the bytes of every cubin against the lock"),
     "status": ("fmha_dispatch.store_commands.status", "versions, layers, what is present, driver and GPUs"),
