@@ -27,6 +27,7 @@ _LSE_FUNCTION = "_ZN10flashinfer22ComputeLSEFromMDKernelEP6float2Pfilli"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Input and output files."""
     parser.add_argument("input", metavar="IN", help="calls, one JSON object a line; .gz is unpacked; - reads stdin")
+    parser.add_argument("--trace", action="store_true", help="add how the rules came to each decision")
     parser.add_argument("--out", metavar="OUT", help="decisions, one JSON object a line; .gz is packed; default stdout")
 
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     malformed = 0
     try:
         with _open(args.input, "r") as lines, _open(args.out or "-", "w") as out:
-            for record in replay_lines(lines, manifest):
+            for record in replay_lines(lines, manifest, trace=args.trace):
                 malformed += record["status"] == "malformed"
                 out.write(json.dumps(record, separators=(",", ":")) + "\n")
     except BrokenPipeError:
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.USER if malformed else ExitCode.OK
 
 
-def replay_lines(lines: Iterable[str], manifest: _core.Manifest) -> Iterator[dict[str, Any]]:
+def replay_lines(lines: Iterable[str], manifest: _core.Manifest, *, trace: bool = False) -> Iterator[dict[str, Any]]:
     """`replay` for every line that is not blank; a line may hold the call alone or under ``problem``."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -62,18 +63,19 @@ def replay_lines(lines: Iterable[str], manifest: _core.Manifest) -> Iterator[dic
             recorded = json.loads(line)
             recorded = recorded.get("problem", recorded)
             call_id = recorded.get("id")
-            yield replay(recorded, manifest)
+            yield replay(recorded, manifest, trace=trace)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             message = f"line {number} is no recorded call: {type(error).__name__}: {error}"
             yield _record(call_id, "malformed", error={"category": "malformed", "message": message})
 
 
-def replay(problem: dict[str, Any], manifest: _core.Manifest) -> dict[str, Any]:
+def replay(problem: dict[str, Any], manifest: _core.Manifest, *, trace: bool = False) -> dict[str, Any]:
     """The decision for one recorded call.
 
     Args:
         problem: ``id``, ``fn``, ``device``, ``args`` and optional ``env`` in the format of the golden data.
         manifest: the trtllm-gen table.
+        trace: add ``trace``, the steps of the selection in words.
 
     Returns:
         ``id``, ``status`` (``ok`` or ``error``), ``kernel``, ``launch``, ``params_hex``, ``tma``, ``reduction``,
@@ -83,10 +85,12 @@ def replay(problem: dict[str, Any], manifest: _core.Manifest) -> dict[str, Any]:
         LookupError, TypeError, ValueError: `problem` lacks a field or has one of another type.
     """
     call_id = problem.get("id")
+    steps: list[str] | None = [] if trace else None
     try:
-        return _record(call_id, "ok", **_decide(read_call(problem), manifest))
+        record = _record(call_id, "ok", **_decide(read_call(problem), manifest, steps))
     except CallRefused as refusal:
-        return _record(call_id, "error", error={"category": refusal.category, "message": str(refusal)})
+        record = _record(call_id, "error", error={"category": refusal.category, "message": str(refusal)})
+    return record if steps is None else record | {"trace": steps}
 
 
 def _record(call_id: object, status: str, **fields: Any) -> dict[str, Any]:
@@ -103,9 +107,11 @@ def _record(call_id: object, status: str, **fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def _decide(call: RecordedCall, manifest: _core.Manifest) -> dict[str, Any]:
+def _decide(call: RecordedCall, manifest: _core.Manifest, steps: list[str] | None) -> dict[str, Any]:
     problem, buffers = call.problem, call.buffers
-    decision = _core.select(problem, manifest, call.device)
+    decision = _core.select(problem, manifest, call.device, steps is not None)
+    if steps is not None:
+        steps += [*decision.steps, decision.reason]
     if decision.row < 0:
         raise CallRefused(decision.code, decision.reason)
     row, shape = manifest[decision.row], decision.shape

@@ -98,3 +98,15 @@ def test_scratch_that_is_too_small_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["replay", str(source)]) == ExitCode.OK
     record = json.loads(capsys.readouterr().out)
     assert record["error"]["category"] == "workspace_scratch"
+
+
+def test_trace_tells_how_the_rules_came_to_the_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    item = next(i for i in golden.dispatch() if i["problem"]["set"] == "cost_model")
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(item))
+    assert cli.main(["replay", "--trace", str(source)]) == ExitCode.OK
+    record = json.loads(capsys.readouterr().out)
+    assert list(record) == [*FIELDS, "trace"]
+    assert any(step.startswith("cost model: tile ") for step in record["trace"])
+    passes = [step for step in record["trace"] if step.startswith("pass ")]
+    assert record["kernel"] in passes[-1]
