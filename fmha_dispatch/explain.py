@@ -95,6 +95,10 @@ def _print_report(report: dict[str, Any]) -> None:
     for name in ("kernel", "cubin", "launch", "num_ctas_q", "num_ctas_kv", "num_tokens_per_cta_q", "workspace_bytes"):
         if name in report:
             print(f"  {name}: {report[name]}")
-    print(f"rows not taken ({len(report['rejected'])}):")
+    by_reason: dict[str, list[str]] = {}
     for entry in report["rejected"]:
-        print(f"  {entry['kernel']}: {entry['reason']}")
+        by_reason.setdefault(entry["reason"], []).append(entry["kernel"])
+    print(f"rows not taken ({len(report['rejected'])}; all of them with --json):")
+    for reason, kernels in by_reason.items():
+        more = f" and {len(kernels) - 1} more" if len(kernels) > 1 else ""
+        print(f"  {kernels[0]}{more}: {reason}")
