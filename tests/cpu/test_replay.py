@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from pathlib import Path
@@ -53,9 +54,9 @@ def test_file_to_file(tmp_path: Path, bare: bool, suffix: str) -> None:
 
 def test_stdout_and_lines_that_are_no_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = next(item for item in some_problems() if item["expect"]["status"] == "ok")
-    no_query = json.loads(json.dumps(good))
+    no_query = copy.deepcopy(good)
     no_query["problem"]["args"]["query"] = None
-    huge = json.loads(json.dumps(good))
+    huge = copy.deepcopy(good)
     huge["problem"]["args"]["batch_size"] = 2**80
     lines = [good, "{", "[1]", {"id": "x", "fn": "nothing"}, {"id": "y"}, no_query, huge, good]
     source = tmp_path / "in.jsonl"
@@ -92,6 +93,7 @@ def test_scratch_that_is_too_small_is_refused(tmp_path: Path, capsys: pytest.Cap
             break
     else:
         pytest.fail("no problem with partial results in global memory")
+    item = copy.deepcopy(item)
     item["problem"]["args"]["workspace_size"] = (8 << 20) + 4096
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(item))
