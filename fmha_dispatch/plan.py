@@ -164,8 +164,10 @@ class DecodePlan:
                 fix="allocate fmha_dispatch.workspace_bytes(problem, device) bytes",
             )
         kernel = loader.load(find(choice.row.cubin), device, stream=stream)
+        name = choice.row.name
         launcher = _core.Launcher(
-            driver(), problem, choice.manifest, choice.decision, kernel.function, device, kernel.context, choice.row.name
+            driver(), problem, choice.manifest, choice.decision, kernel.function, device, kernel.context, name
         )
-        _log.info("cuda:%d: %s: %s", device, choice.row.name, choice.decision.reason)
+        launcher.prepare()  # a plan whose first launch is captured needs its counters before
+        _log.info("cuda:%d: %s: %s", device, name, choice.decision.reason)
         return cls(problem, choice, device, launcher, value_offset, workspace_have, out_dtype)
