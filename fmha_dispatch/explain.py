@@ -14,6 +14,13 @@ from fmha_dispatch.problem import dense_decode_problem
 # The GPU that a call is planned for when none is named: NVIDIA H200.
 H200 = {"sm": 90, "sm_count": 132, "max_smem_bytes": 232448, "max_cluster_size": 8}
 
+# GPUs whose kernels can be chosen, though not launched from here: how many SMs, in GPCs of how many.
+BLACKWELL_FAMILY = "trtllm-gen"
+BLACKWELL = {
+    "b200": {"sm": 100, "sm_count": 148, "max_cluster_size": 16, "gpc_sms": [20, 20, 20, 18, 18, 18, 18, 16]},
+    "b300": {"sm": 103, "sm_count": 160, "max_cluster_size": 16, "gpc_sms": [20] * 8},
+}
+
 # The reference models: query heads, KV heads, head_dim.
 MODELS = {"qwen3-480b": (96, 8, 128), "gpt-oss": (64, 8, 64)}
 
@@ -32,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window-left", type=int, default=-1)
     parser.add_argument("--sinks", action="store_true")
     parser.add_argument("--lse", action="store_true")
+    parser.add_argument("--gpu", choices=sorted(BLACKWELL), help="in place of the GPU options: choose for this one")
     for name, value in H200.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"GPU; H200: {value}")
 
@@ -53,8 +61,9 @@ def run(args: argparse.Namespace) -> int:
         sinks=args.sinks,
         lse=args.lse,
     )
-    device = _core.Device(**{name: getattr(args, name) for name in H200})
-    choice = choose(problem, device, trace=True)
+    device = {name: getattr(args, name) for name in H200} | BLACKWELL.get(args.gpu, {})
+    family = BLACKWELL_FAMILY if args.gpu else None
+    choice = choose(problem, _core.Device(**device), trace=True, family=family)
     report = describe_choice(choice, problem)
     if args.json:
         print(json.dumps(report, indent=2))
@@ -86,6 +95,7 @@ def describe_choice(choice: Choice, problem: _core.Problem) -> dict[str, Any]:
             "workspace_alignment": WORKSPACE_ALIGNMENT,
             "tensor_maps": _core.tensor_maps(problem, choice.manifest, decision, _core.Buffers()),
         }
+    report["steps"] = decision.steps
     report["rejected"] = [{"kernel": choice.manifest[row].name, "reason": reason} for row, reason in decision.rejected]
     return report
 
@@ -95,6 +105,10 @@ def _print_report(report: dict[str, Any]) -> None:
     for name in ("kernel", "cubin", "launch", "num_ctas_q", "num_ctas_kv", "num_tokens_per_cta_q", "workspace_bytes"):
         if name in report:
             print(f"  {name}: {report[name]}")
+    for step in report["steps"]:
+        print(f"  {step}")
+    if not report["rejected"]:
+        return
     by_reason: dict[str, list[str]] = {}
     for entry in report["rejected"]:
         by_reason.setdefault(entry["reason"], []).append(entry["kernel"])

@@ -53,18 +53,19 @@ def length_bucket(max_seq_len: int) -> int:
     return -(-max_seq_len // step) * step
 
 
-def choose(problem: _core.Problem, device: _core.Device, *, trace: bool = False) -> Choice:
+def choose(problem: _core.Problem, device: _core.Device, *, trace: bool = False, family: str | None = None) -> Choice:
     """Selects among existing rows.
 
     Args:
-        trace: also give a reason for every row that was not taken (``decision.rejected``).
+        trace: also give a reason for every row that was not taken (``decision.rejected``) and the steps of the rules.
+        family: in place of the one that serves the GPU.
 
     Raises:
         Unsupported: no family for the GPU, or no row for the problem.
     """
     from fmha_dispatch.manifest import load_manifest
 
-    family = FAMILY_OF_SM.get(device.sm)
+    family = family or FAMILY_OF_SM.get(device.sm)
     if family is None:
         raise Unsupported(
             "no kernel family for this GPU", found=f"sm_{device.sm}", fix=f"sm_{', sm_'.join(map(str, FAMILY_OF_SM))}"
