@@ -225,7 +225,9 @@ class Fetcher:
 
 def _failure_of(error: Exception) -> _Failure:
     """A named reason for what requests and urllib3 raise; whether it may pass."""
-    text = redact(str(error))[:300]
+    # requests wraps what urllib3 wraps: the innermost says what happened, without the URL.
+    inner = error.args[0] if error.args else error
+    text = redact(str(getattr(inner, "reason", inner)))[:300]
     if isinstance(error, requests.exceptions.SSLError):
         return _Failure(f"TLS: {text}")
     if isinstance(error, requests.exceptions.ProxyError):
@@ -235,7 +237,7 @@ def _failure_of(error: Exception) -> _Failure:
     if isinstance(error, (urllib3.exceptions.IncompleteRead, urllib3.exceptions.ProtocolError)):
         return _Failure("truncated: the connection closed early", passing=True)
     if isinstance(error, (requests.exceptions.ConnectionError, OSError)):
-        return _Failure(f"no connection: {type(error).__name__}", passing=True)
+        return _Failure(f"no connection: {text}", passing=True)
     return _Failure(f"unusable answer: {type(error).__name__}")
 
 

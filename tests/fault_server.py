@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import collections
 import http.server
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 Handler = http.server.BaseHTTPRequestHandler
 Answer = Callable[[Handler], None]
 
 
 class FaultServer:
-    """Serves `files` by path; an entry of `scripts` answers first, one step a request, the last step for ever.
+    """Serves `files` by path, over TLS with a `certificate`.
+
+    An entry of `scripts` answers first, one step a request, the last step for ever; then `default`, then the files.
 
     Attributes:
         hits: requests by path.
@@ -21,7 +25,7 @@ class FaultServer:
         headers: of the last request.
     """
 
-    def __init__(self, files: dict[str, bytes]) -> None:
+    def __init__(self, files: dict[str, bytes], certificate: Path | None = None) -> None:
         self.files = dict(files)
         self.scripts: dict[str, list[Answer]] = {}
         self.default: Answer | None = None
@@ -65,6 +69,14 @@ class FaultServer:
         self._server = Server(("127.0.0.1", 0), Requests)
         self.host = f"127.0.0.1:{self._server.server_address[1]}"
         self.url = f"http://{self.host}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            # The handshake belongs to the connection's thread, not to the one that accepts.
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+            self.url = f"https://{self.host}"
 
     @contextmanager
     def running(self) -> Iterator[FaultServer]:

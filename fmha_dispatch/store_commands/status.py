@@ -8,6 +8,7 @@ import platform
 from typing import Any
 
 from fmha_dispatch.errors import FmhaError
+from fmha_dispatch.lockfile import SCHEMA
 from fmha_dispatch.settings import redact
 from fmha_dispatch.store import Store
 from fmha_dispatch.store_commands import add_store_arguments, chosen, emit, open_store
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     store = open_store(args)
     report = {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "lock": {"schema": SCHEMA, "families": len(store.lock.families), "artifacts": len(store.lock.artifacts)},
         "layers": [{"kind": source.kind, "name": source.name} for source in store.sources],
         "mirrors": [redact(url) for url in store.settings.mirrors],
         "offline": store.offline,
@@ -99,6 +101,7 @@ def _driver() -> dict[str, Any]:
 
 def _lines(report: dict[str, Any]) -> list[str]:
     lines = ["versions: " + ", ".join(f"{name} {version or 'absent'}" for name, version in report["versions"].items())]
+    lines.append("lock: schema {schema}, {families} families, {artifacts} artifacts".format(**report["lock"]))
     lines += [f"layer: {layer['name']}" for layer in report["layers"]]
     lines += [f"mirror: {url}" for url in report["mirrors"]]
     if report["offline"]:

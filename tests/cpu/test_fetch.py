@@ -37,7 +37,7 @@ ARTIFACT = LOCK.by_path[PATH]
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
 
@@ -318,6 +318,60 @@ def test_nobody_listens(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="no connection") as caught:
         fetch("http://127.0.0.1:9", tries=2)
     assert len(caught.value.attempts) == 2
+
+
+CERTIFICATE = Path(__file__).parents[1] / "data" / "localhost.pem"
+
+
+@pytest.fixture
+def tls_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultServer]:
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(CERTIFICATE))
+    with FaultServer(CUBINS, CERTIFICATE).running() as running:
+        yield running
+
+
+def test_custom_ca_bundle(tls_server: FaultServer) -> None:
+    assert fetch(tls_server.url) == DATA
+
+
+def test_untrusted_certificate_is_named(tls_server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1.21: a TLS failure says so, at once."""
+    monkeypatch.delenv("REQUESTS_CA_BUNDLE")
+    with pytest.raises(FetchError, match=r"TLS: .*certificate"):
+        fetch(tls_server.url)
+    assert tls_server.sockets <= 1
+
+
+def test_no_redirect_from_https_to_http(tls_server: FaultServer, server: FaultServer) -> None:
+    tls_server.default = reply(302, Location=f"{server.url}/{PATH}")
+    with pytest.raises(FetchError, match="from https to http"):
+        fetch(tls_server.url, f"{server.url}/absent")
+    assert fetch(tls_server.url, server.url) == DATA
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX-Slow: ", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_slow_loris_over_tls(tls_server: FaultServer, server: FaultServer, head: bytes) -> None:
+    """Fault 9: a record now and then."""
+    tls_server.default = drip(head, 0.05, 20)
+    started = time.monotonic()
+    assert fetch(tls_server.url, server.url, tries=1, **SLOW) == DATA
+    assert time.monotonic() - started < 3
+
+
+def test_proxy_from_the_environment(server: FaultServer, other: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T1.21: proxies and exceptions from them as other programs take them; a proxy that wants a login is named."""
+    far = f"http://mirror.example/{PATH}"
+    other.scripts[far] = [reply(200, DATA), reply(407)]
+    monkeypatch.setenv("http_proxy", other.url)
+    assert fetch("http://mirror.example") == DATA
+    with pytest.raises(FetchError, match="HTTP 407"):
+        fetch("http://mirror.example")
+    assert other.hits == {far: 2}
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert fetch(server.url) == DATA
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with pytest.raises(FetchError, match="proxy: "):
+        fetch("http://mirror.example", tries=1)
 
 
 def test_total_deadline_spans_mirrors(server: FaultServer, other: FaultServer) -> None:
