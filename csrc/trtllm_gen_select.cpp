@@ -22,9 +22,9 @@ const char* phase_code(const Problem& p) {
 // The rules compute in 32 bits and so does the ABI.
 void check_ranges(const Problem& p, const Device& device) {
   std::vector<Mismatch> faults;
-  const auto range = [&](const char* field, int64_t value, int64_t low) {
-    if (value < low || value > INT32_MAX) {
-      faults.push_back({field, std::to_string(value), std::to_string(low) + "..2147483647"});
+  const auto range = [&](const char* field, int64_t value, int64_t low, int64_t high = INT32_MAX) {
+    if (value < low || value > high) {
+      faults.push_back({field, std::to_string(value), std::to_string(low) + ".." + std::to_string(high)});
     }
   };
   range("sm_count", device.sm_count, 1);
@@ -38,8 +38,13 @@ void check_ranges(const Problem& p, const Device& device) {
   range("head_dim_qk", p.head_dim_qk, 1);
   range("head_dim_v", p.head_dim_v, 1);
   range("page_size", p.page_size, 0);
-  range("num_pages_k", p.num_pages_k, 0);
+  // Separate K and V pools count as one of twice the pages; without any, the batch's own pages count.
+  range("num_pages_k", p.num_pages_k, 0, INT32_MAX / 2);
   range("max_pages_per_seq", p.max_pages_per_seq, 0);
+  if (faults.empty() && p.num_pages_k == 0) {
+    range("batch_size * max_pages_per_seq", p.batch_size * p.max_pages_per_seq, 0, INT32_MAX / 2);
+  }
+  if (faults.empty() && p.has_lse) range("sum_seq_lens_q * num_heads_q", p.sum_seq_lens_q * p.num_heads_q, 1);
   range("sparse_top_k", p.sparse_top_k, 0);
   // A window longer than any sequence is none, so only one end is bounded.
   range("window_left", std::min<int64_t>(p.window_left, INT32_MAX), INT32_MIN);

@@ -13,6 +13,7 @@
 #include <random>
 #include <string>
 
+#include "followers.h"
 #include "manifest.h"
 #include "params.h"
 #include "select.h"
@@ -130,6 +131,7 @@ int fuzz(int64_t count, const char* path) {
       if (random() % 8 == 0) *field = any_value(random, *field);
     }
     if (random() % 4 == 0) p.dtype_k = p.dtype_v = static_cast<DataType>(random() % 9);
+    p.has_lse = random() % 8 == 0;
     if (random() % 8 == 0) p.kernel_type = KernelType::kContext;
     if (random() % 8 == 0) p.layout = static_cast<QkvLayout>(random() % 4);
     if (random() % 8 == 0) p.sparse_mla = static_cast<SparseMlaType>(random() % 3);
@@ -148,6 +150,10 @@ int fuzz(int64_t count, const char* path) {
     fill_params(p, manifest[decision.row], decision.shape, Buffers{}, &params);
     const int used = encode_args(p, manifest[decision.row], Buffers{}, maps);
     for (int j = 0; j < used; ++j) tensor_map_fault(maps[j]);
+    if (is_trtllm_gen(manifest[decision.row])) {
+      trtllm_gen::separate_reduction(p, manifest[decision.row], decision.shape, device);
+      if (p.has_lse) trtllm_gen::lse_launch(p);
+    }
   }
   std::printf("%s: %lld problems, %lld with a kernel\n", path, static_cast<long long>(count),
               static_cast<long long>(found));
