@@ -71,7 +71,7 @@ def test_fetched_once_then_cached(tmp_path: Path, server: FaultServer) -> None:
 def test_passing_403_is_retried(tmp_path: Path, server: FaultServer, caplog: pytest.LogCaptureFixture) -> None:
     """T1.03a: 403 twice, then the file: three attempts, told in one line at the end."""
     server.scripts[PATH] = [reply(403), reply(403), reply(200, DATA)]
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="fmha_dispatch"):
         assert fetch(server.url) == DATA
     assert server.hits[PATH] == 3
     assert len(caplog.records) == 1
@@ -414,7 +414,7 @@ def test_not_cached_is_a_warning_once(
     """T1.14: read-only or full disk: verified in memory and used, one warning."""
     (tmp_path / "cache").write_bytes(b"in the way")
     store = make_store(LOCK, tmp_path, mirrors=[server.url])
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="fmha_dispatch"):
         assert store.get(ARTIFACT).data == DATA
         assert store.get(ARTIFACT).data == DATA
     assert sum("not cached" in record.message for record in caplog.records) == 1

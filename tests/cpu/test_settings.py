@@ -57,7 +57,7 @@ def test_default_cache_dir(env: dict[str, str], want: Path | None) -> None:
 def test_unknown_variable_is_warned_of(typo: str, caplog: pytest.LogCaptureFixture) -> None:
     """T1.04: a renamed variable does not silently do nothing."""
     closest = {"CACHEDIR": "CACHE_DIR", "OFF_LINE": "OFFLINE", "MIRROR": "MIRRORS"}[typo.removeprefix(PREFIX)]
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="fmha_dispatch"):
         Settings.from_environment({typo: "1"})
     assert typo in caplog.text
     assert f"did you mean {PREFIX}{closest}?" in caplog.text

@@ -124,12 +124,15 @@ def test_damaged_layer_is_passed_over(
         write_pack(tmp_path / "data" / "f.zip", {path: bad})
     else:
         publish(tmp_path / "cache/objects" / lock.by_path[path].sha256[:2] / lock.by_path[path].sha256, bad, tmp_path)
-    with caplog.at_level(logging.WARNING), pytest.raises(IntegrityError, match=f"{layer}.*{path}: wrong"):
+    with (
+        caplog.at_level(logging.WARNING, logger="fmha_dispatch"),
+        pytest.raises(IntegrityError, match=f"{layer}.*{path}: wrong"),
+    ):
         get(make_store(lock, tmp_path, **options))
     mirror = write_folder(tmp_path / "mirror", CUBINS)
     caplog.clear()
     store = make_store(lock, tmp_path, mirrors=[f"file://{mirror}"], **options)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="fmha_dispatch"):
         assert get(store).data == good
         assert get(store).data == good
     # The first store moved the damaged object out of the cache.
@@ -385,7 +388,7 @@ def test_waiting_for_a_lock_ends(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     """T1.10d: after the deadline the work goes on without the lock, and says so."""
     artifact = artifact_of(PATHS[0], CUBINS[PATHS[0]])
     limits = type(FAST)(lock_wait_s=0.3)
-    with Cache(tmp_path).lock(artifact), caplog.at_level(logging.WARNING):
+    with Cache(tmp_path).lock(artifact), caplog.at_level(logging.WARNING, logger="fmha_dispatch"):
         started = time.monotonic()
         with Cache(tmp_path, limits).lock(artifact):
             assert 0.2 < time.monotonic() - started < 5
