@@ -256,10 +256,14 @@ Decision select(const Problem& p, const Manifest& manifest, const Device& device
     if (reason.empty() && best.row >= 0) {
       const Candidate c = candidate(i, manifest[i], p, device);
       reason = "would run; " + std::string(manifest[best.row].name) + " is preferred";
-      reason += c.cost_tile != best.cost_tile
-                    ? " for its tile of " + std::to_string(manifest[best.row].tile_size_q) + " rows"
-                    : " for its split of " + std::to_string(best.num_ctas_kv) + " by " +
-                          std::string(name_of(manifest[best.row].multi_ctas_kv_mode));
+      if (c.cost_tile != best.cost_tile) {
+        reason += " for its tile of " + std::to_string(manifest[best.row].tile_size_q) + " rows";
+      } else if (best.num_ctas_kv == 1) {
+        reason += " because splitting KV would gain nothing";
+      } else {
+        reason += " for its split of " + std::to_string(best.num_ctas_kv) + " by " +
+                  std::string(name_of(manifest[best.row].multi_ctas_kv_mode));
+      }
     } else if (reason.empty()) {
       reason = in_words(faults);
     }

@@ -192,6 +192,8 @@ def test_trace_gives_every_other_row_one_reason_and_changes_nothing() -> None:
     assert "is preferred for its tile of 16 rows" in reasons["sm90a_decode_bf16_d128_q32_cga"]
     assert "is preferred for its split of 8 by CgaSmemReduction" in reasons["sm90a_decode_bf16_d128_q16_gmem"]
     assert "dtype_q=BF16 (allowed: FP16)" in reasons["sm90a_decode_fp16_d128_q16"]
+    unsplit = dict(select(paged_problem(batch=64), trace=True).rejected)
+    assert sum("because splitting KV would gain nothing" in reason for reason in unsplit.values()) == 2
     refused = select(paged_problem(batch=65536), trace=True)
     assert len(refused.rejected) == len(MANIFEST) and all(reason for _, reason in refused.rejected)
 
