@@ -272,6 +272,7 @@ artifacts_of_f = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(artifacts_of_f, unique_by=lambda artifact: artifact.path, max_size=8))
 def test_any_lock_survives_the_round_trip(artifacts: list[Artifact]) -> None:
     ordered = tuple(sorted(artifacts, key=lambda artifact: artifact.path))

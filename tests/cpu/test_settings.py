@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmha_dispatch.errors import SettingError
@@ -85,6 +85,7 @@ def test_bad_value_names_its_variable(name: str, value: str) -> None:
         Settings.from_environment({PREFIX + name: value})
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(VARIABLES)), st.text())
 def test_any_value_is_taken_or_refused_by_name(name: str, value: str) -> None:
     """Fault 26: random values per setting give a typed error that names the variable, or settings."""

@@ -285,6 +285,8 @@ def test_disk_faults_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     if call == "write":
         monkeypatch.setattr(cache_module.os, "fdopen", _failing_fdopen(code))
+    elif call == "mkdir":
+        monkeypatch.setattr(Path, "mkdir", fail)
     else:
         monkeypatch.setattr(cache_module.os, call, fail)
     target = tmp_path / "objects/x"
