@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from fmha_dispatch.console import silence_stdout
 from fmha_dispatch.errors import ExitCode, FmhaError
 from fmha_dispatch.settings import VARIABLES, Settings
 
@@ -93,10 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fmha-dispatch: interrupted", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader had enough, as in `fmha-dispatch verify | head`. Nothing more can be said on stdout, not even by
-        # the interpreter's own flush at exit.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         return int(ExitCode.OK)
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]

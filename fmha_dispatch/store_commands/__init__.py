@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fmha_dispatch.console import silence_stdout
 from fmha_dispatch.errors import InvalidArgument
 from fmha_dispatch.lockfile import Artifact, LockFile, installed_lock
 from fmha_dispatch.settings import check_url
@@ -89,5 +88,4 @@ def emit(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str])
                 print(line)
         sys.stdout.flush()
     except BrokenPipeError:
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()

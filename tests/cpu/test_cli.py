@@ -313,6 +313,7 @@ def test_help_imports_no_command() -> None:
     )
     assert not {name for name in modules if name.startswith("fmha_dispatch.")} - {
         "fmha_dispatch.cli",
+        "fmha_dispatch.console",
         "fmha_dispatch.errors",
         "fmha_dispatch.settings",
     }
