@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import golden
-
 from fmha_dispatch import _core
 
 COLUMNS = {
@@ -51,8 +49,3 @@ def trtllm_gen_row(meta: dict[str, Any]) -> dict[str, Any]:
     row = {column: meta[name] for name, column in COLUMNS.items()}
     row |= {column: enum(meta[name]) for name, (column, enum) in ENUMS.items()}
     return row | {"name": meta["funcName"], "cubin": meta["funcName"] + ".cubin"}
-
-
-def trtllm_gen_manifest() -> _core.Manifest:
-    """All rows of the golden metadata at hand."""
-    return _core.Manifest(_core.Manifest.pack([trtllm_gen_row(meta) for meta in golden.kernels()]))
