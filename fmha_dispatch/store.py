@@ -116,26 +116,22 @@ class Store:
         with Fetcher(self.settings) as fetcher:
             return self._fetch(artifact, fetcher)
 
-    def require(self, artifacts: Iterable[Artifact]) -> list[VerifiedCubin]:
-        """Verified bytes of all `artifacts` from this machine's layers; nothing is fetched.
+    def require(self, artifacts: Iterable[Artifact]) -> None:
+        """Checks that this machine's layers hold all `artifacts`; nothing is fetched.
 
         Raises:
             ArtifactMissing: with all that are missing.
             IntegrityError: some are damaged, and no layer has a good copy.
         """
-        cubins: list[VerifiedCubin] = []
         missing: list[Artifact] = []
         faults: list[tuple[Source, FmhaError]] = []
         for artifact in artifacts:
             found = self._local_with_warnings(artifact)
-            if found.cubin is not None:
-                cubins.append(found.cubin)
-            else:
+            if found.cubin is None:
                 missing.append(artifact)
                 faults += found.faults
         if missing:
             raise self.missing(missing, faults)
-        return cubins
 
     def fetch_all(
         self, artifacts: Iterable[Artifact], progress: Callable[[Artifact], None] = lambda artifact: None
@@ -203,11 +199,15 @@ class Store:
         """The error for artifacts that this machine lacks: all of them, and the command that gets them."""
         names = [artifact.path for artifact in artifacts]
         damaged = [fault for _, fault in faults if isinstance(fault, IntegrityError)]
+        if damaged and len(artifacts) == 1:
+            first, *others = damaged
+            also = "".join(f"; {fault.message}" for fault in others)
+            return IntegrityError(first.message + also, asked=first.asked, found=first.found, fix=self._fix(artifacts))
         if damaged:
             return IntegrityError(
-                "; ".join(fault.message for fault in damaged),
-                asked=damaged[0].asked,
-                found=damaged[0].found,
+                f"{len(names)} cubin(s) are damaged or not on this machine",
+                asked=", ".join(names),
+                found="; ".join(fault.message for fault in damaged),
                 fix=self._fix(artifacts),
             )
         found = "; ".join(fault.message for _, fault in faults)

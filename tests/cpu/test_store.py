@@ -94,6 +94,17 @@ def test_offline_lists_all_that_is_missing(tmp_path: Path) -> None:
         get(store)
 
 
+def test_damaged_and_missing_together(tmp_path: Path) -> None:
+    """Damage decides the exit code; the list is complete all the same."""
+    lock = make_lock(CUBINS)
+    store = make_store(lock, tmp_path, folder=write_folder(tmp_path / "d", {PATHS[1]: b"rotten"}))
+    with pytest.raises(IntegrityError) as caught:
+        store.require(lock.artifacts)
+    assert all(path in str(caught.value) for path in PATHS)
+    store = make_store(lock, tmp_path, folder=write_folder(tmp_path / "d", CUBINS))
+    store.require(lock.artifacts)
+
+
 def test_missing_without_any_url_does_not_suggest_a_fetch(tmp_path: Path) -> None:
     with pytest.raises(ArtifactMissing, match="reinstall") as caught:
         get(make_store(make_lock(CUBINS), tmp_path))
