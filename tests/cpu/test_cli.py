@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +23,12 @@ PATHS = sorted(CUBINS)
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No settings of the person who runs the tests; no handler left on the logger."""
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings of the person who runs the tests."""
     for name in [name for name in os.environ if name.startswith("FMHA_DISPATCH_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    yield
-    logger = logging.getLogger("fmha_dispatch")
-    logger.handlers.clear()
-    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture
