@@ -82,6 +82,10 @@ def make_cubins(count: int, family: str = "remote", size: int = 0) -> dict[str, 
     }
 
 
+# What the mirrors of tests/cpu hold: large enough to be cut in the middle.
+REMOTE = make_cubins(3, size=20_000)
+
+
 def make_lock(cubins: dict[str, bytes], **family: object) -> LockFile:
     """A lock of `cubins`, every family with the same fields."""
     artifacts = sorted((artifact_of(path, data) for path, data in cubins.items()), key=lambda artifact: artifact.path)
@@ -121,3 +125,8 @@ def write_pack(path: Path, cubins: dict[str, bytes]) -> Path:
         for name, data in cubins.items():
             archive.writestr(name, data)
     return path
+
+
+def files_below(root: Path) -> list[str]:
+    """Relative paths of the files in a tree."""
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())

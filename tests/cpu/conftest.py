@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from fault_server import FaultServer
+from synthetic import REMOTE
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +17,25 @@ def library_logger() -> Iterator[None]:
     logger = logging.getLogger("fmha_dispatch")
     logger.handlers.clear()
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local servers are asked directly, whatever this machine's proxy."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[FaultServer]:
+    """A mirror that holds `synthetic.REMOTE`."""
+    with FaultServer(REMOTE).running() as running:
+        yield running
+
+
+@pytest.fixture
+def other() -> Iterator[FaultServer]:
+    """A second mirror like `server`."""
+    with FaultServer(REMOTE).running() as running:
+        yield running

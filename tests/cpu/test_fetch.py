@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import email.utils
-import errno
 import http.client
 import json
 import logging
-import multiprocessing
-import os
 import resource
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,37 +15,16 @@ from typing import Any
 
 import pytest
 from fault_server import FaultServer, drip, reply, reset
-from synthetic import FAST, make_cubin, make_cubins, make_lock, make_store
+from synthetic import FAST, REMOTE, make_lock
 
-from fmha_dispatch import cache as cache_module
-from fmha_dispatch.errors import ExitCode, FetchError, FmhaError, IntegrityError, StoreError
+from fmha_dispatch.errors import ExitCode, FetchError, FmhaError, IntegrityError
 from fmha_dispatch.fetch import Fetcher
 from fmha_dispatch.settings import Settings
 
-CUBINS = make_cubins(3, size=20_000)
-PATHS = sorted(CUBINS)
-PATH, DATA = PATHS[0], CUBINS[PATHS[0]]
-LOCK = make_lock(CUBINS)
+PATHS = sorted(REMOTE)
+PATH, DATA = PATHS[0], REMOTE[PATHS[0]]
+LOCK = make_lock(REMOTE)
 ARTIFACT = LOCK.by_path[PATH]
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-
-
-@pytest.fixture
-def server() -> Iterator[FaultServer]:
-    with FaultServer(CUBINS).running() as running:
-        yield running
-
-
-@pytest.fixture
-def other() -> Iterator[FaultServer]:
-    with FaultServer(CUBINS).running() as running:
-        yield running
 
 
 def fetch(*urls: str, **limits: Any) -> bytes:
@@ -59,13 +32,6 @@ def fetch(*urls: str, **limits: Any) -> bytes:
     settings = Settings(limits=dataclasses.replace(FAST, **limits))
     with Fetcher(settings) as fetcher:
         return fetcher.fetch(ARTIFACT, [f"{url}/{PATH}" for url in urls]).data
-
-
-def test_fetched_once_then_cached(tmp_path: Path, server: FaultServer) -> None:
-    for _ in range(3):
-        assert make_store(LOCK, tmp_path, mirrors=[server.url]).get(ARTIFACT).data == DATA
-    assert server.hits == {PATH: 1}
-    assert server.headers["Accept-Encoding"] == "identity"
 
 
 def test_passing_403_is_retried(tmp_path: Path, server: FaultServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,7 +128,7 @@ def test_reset_at_each_tenth(server: FaultServer, percent: int) -> None:
         reply(200, b"", length=1 << 40),
         reply(200, b"<html>please log in</html>", Content_Type="text/html"),
         reply(200, b"<!doctype html>".ljust(len(DATA))),
-        reply(200, CUBINS[PATHS[1]]),
+        reply(200, REMOTE[PATHS[1]]),
         reply(200, b""),
         reset(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + DATA + b"x" * 100),
         reset(
@@ -326,7 +292,7 @@ CERTIFICATE = Path(__file__).parents[1] / "data" / "localhost.pem"
 @pytest.fixture
 def tls_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultServer]:
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(CERTIFICATE))
-    with FaultServer(CUBINS, CERTIFICATE).running() as running:
+    with FaultServer(REMOTE, CERTIFICATE).running() as running:
         yield running
 
 
@@ -381,161 +347,6 @@ def test_total_deadline_spans_mirrors(server: FaultServer, other: FaultServer) -
     with pytest.raises(FetchError, match=r"timed out|too slow|no time left"):
         fetch(server.url, other.url, total_s=1.0, read_s=0.4)
     assert time.monotonic() - started < 2
-
-
-def test_failure_names_artifact_then_success_in_the_same_process(tmp_path: Path, server: FaultServer) -> None:
-    """T1.02: a failed fetch of B names B, its URL and the attempts; a later fetch of B works."""
-    store = make_store(LOCK, tmp_path, mirrors=[server.url])
-    assert store.get(ARTIFACT).data == DATA
-    second = LOCK.by_path[PATHS[1]]
-    server.scripts[PATHS[1]] = [reply(500)]
-    with pytest.raises(FetchError) as caught:
-        store.get(second)
-    assert second.path in str(caught.value)
-    assert f"{server.url}/{second.path}" in caught.value.attempts[0]
-    del server.scripts[PATHS[1]]
-    assert store.get(second).data == CUBINS[PATHS[1]]
-
-
-def test_bad_mirror_is_asked_once_in_a_run(tmp_path: Path, server: FaultServer, other: FaultServer) -> None:
-    """Fault 12: a mirror that served wrong bytes is skipped for the rest of the run."""
-    cubins = make_cubins(20)
-    lock = make_lock(cubins)
-    server.default = reply(200, make_cubin(code=b"other"))
-    other.files.update(cubins)
-    store = make_store(lock, tmp_path, mirrors=[server.url, other.url])
-    assert store.fetch_all(lock.artifacts) == {}
-    assert sum(server.hits.values()) <= 4  # one for each worker that had begun
-
-
-def test_not_cached_is_a_warning_once(
-    tmp_path: Path, server: FaultServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """T1.14: read-only or full disk: verified in memory and used, one warning."""
-    (tmp_path / "cache").write_bytes(b"in the way")
-    store = make_store(LOCK, tmp_path, mirrors=[server.url])
-    with caplog.at_level(logging.WARNING, logger="fmha_dispatch"):
-        assert store.get(ARTIFACT).data == DATA
-        assert store.get(ARTIFACT).data == DATA
-    assert sum("not cached" in record.message for record in caplog.records) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
-    with pytest.raises(StoreError):
-        store.fetch_all([ARTIFACT])
-
-
-@pytest.mark.parametrize("code", [errno.EEXIST, errno.ESTALE, errno.ENOENT, errno.ENOSPC])
-def test_rename_loser_uses_its_own_bytes(
-    tmp_path: Path, server: FaultServer, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    """T1.10c, fault 20: on a network file system the winner's file may not be visible yet; nobody looks for it."""
-
-    def lose(*arguments: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(cache_module.os, "rename", lose)
-    assert make_store(LOCK, tmp_path, mirrors=[server.url]).get(ARTIFACT).data == DATA
-    assert list((tmp_path / "cache/tmp").iterdir()) == []
-
-
-def test_no_cache_folder_at_all(tmp_path: Path, server: FaultServer) -> None:
-    """T1.14: HOME unset."""
-    store = make_store(LOCK, tmp_path, mirrors=[server.url], cache_dir=None)
-    assert store.get(ARTIFACT).data == DATA
-    with pytest.raises(StoreError, match="no cache folder"):
-        store.fetch_all([ARTIFACT])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_many_artifacts_over_few_sockets(tmp_path: Path, server: FaultServer, caplog: pytest.LogCaptureFixture) -> None:
-    """T1.03d, T1.19: 200 blobs, one session, bounded connections, few log lines; again: none."""
-    cubins = make_cubins(200)
-    lock = make_lock(cubins)
-    server.files.update(cubins)
-    store = make_store(lock, tmp_path, mirrors=[server.url])
-    done = []
-    with caplog.at_level(logging.INFO, logger="fmha_dispatch"):
-        assert store.fetch_all(lock.artifacts, done.append) == {}
-    assert len(done) == 200
-    assert server.sockets <= 4
-    assert set(server.hits.values()) == {1}
-    assert len(caplog.records) <= 5
-    assert make_store(lock, tmp_path, offline=True).fetch_all(lock.artifacts) == {}
-
-
-def test_partial_failure_is_listed(tmp_path: Path, server: FaultServer) -> None:
-    server.scripts[PATHS[1]] = [reply(404)]
-    store = make_store(LOCK, tmp_path, mirrors=[server.url])
-    errors = store.fetch_all(LOCK.artifacts)
-    assert list(errors) == [PATHS[1]]
-    assert isinstance(errors[PATHS[1]], FetchError)
-
-
-def _fetch_at_barrier(root: str, url: str, barrier: Any, results: Any) -> None:
-    store = make_store(LOCK, Path(root), mirrors=[url])
-    import fmha_dispatch.fetch  # noqa: F401  (its import is not part of the race)
-
-    barrier.wait()
-    started = time.monotonic()
-    results.put((store.get(ARTIFACT).sha256, time.monotonic() - started))
-
-
-def test_cold_race_fetches_once(tmp_path: Path, server: FaultServer) -> None:
-    """T1.01, fault 1: 8 processes, an empty cache, 300 ms a GET: one GET, identical bytes, less than 3 GETs' time."""
-
-    def slow(handler: Any) -> None:
-        time.sleep(0.3)
-        reply(200, DATA)(handler)
-
-    server.default = slow
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(8), context.Queue()
-    arguments = (str(tmp_path), server.url, barrier, results)
-    processes = [context.Process(target=_fetch_at_barrier, args=arguments) for _ in range(8)]
-    for process in processes:
-        process.start()
-    answers = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join()
-    assert {digest for digest, _ in answers} == {ARTIFACT.sha256}
-    assert server.hits[PATH] == 1
-    assert max(seconds for _, seconds in answers) < 0.9 * 3  # three GETs' time on a loaded machine
-    assert list((tmp_path / "cache" / "tmp").iterdir()) == []
-
-
-def test_killed_lock_holder(tmp_path: Path, server: FaultServer) -> None:
-    """T1.01 variant: SIGKILL in the middle of the body; another process finishes without any clean-up."""
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(DATA)
-    server.scripts[PATH] = [drip(head + DATA[: len(DATA) // 2], 1, 20), reply(200, DATA)]
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(1), context.Queue()
-    victim = context.Process(target=_fetch_at_barrier, args=(str(tmp_path), server.url, barrier, results))
-    victim.start()
-    deadline = time.monotonic() + 30
-    while server.hits[PATH] == 0 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    victim.kill()
-    started = time.monotonic()
-    assert make_store(LOCK, tmp_path, mirrors=[server.url]).get(ARTIFACT).data == DATA
-    assert time.monotonic() - started < 3
-    victim.join()
-
-
-def test_interrupt_during_fetch(tmp_path: Path, server: FaultServer) -> None:
-    """Fault 22: SIGINT ends the command with 130 soon, and no temporary file stays."""
-    server.default = drip(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(DATA), 0.5, 30)
-    (tmp_path / "lock").write_text(LOCK.dump())
-    command = [sys.executable, "-m", "fmha_dispatch.cli", "fetch", "--lock", str(tmp_path / "lock")]
-    command += ["--cache-dir", str(tmp_path / "cache"), "--mirror", server.url]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
-    deadline = time.monotonic() + 30
-    while sum(server.hits.values()) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    started = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
-    assert process.returncode == ExitCode.INTERRUPTED, stderr
-    assert time.monotonic() - started < 5
-    assert not list((tmp_path / "cache").rglob("tmp/*"))
 
 
 def test_nothing_but_fetch_opens_connections() -> None:
