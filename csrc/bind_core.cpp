@@ -10,6 +10,7 @@
 #include "names.h"
 #include "params.h"
 #include "select.h"
+#include "shape.h"
 #include "tensor_maps.h"
 
 namespace nb = nanobind;
@@ -298,12 +299,16 @@ nb::object separate_reduction(const Problem& problem, const Manifest& manifest, 
   launch["function"] = r.function;
   launch["grid"] = list_of(r.grid, 3);
   launch["block"] = r.block;
-  launch["is_token_sparse"] = r.is_token_sparse;
-  launch["groups_tokens_heads_q"] = r.groups_tokens_heads_q;
-  launch["supports_var_sparse_top_k_lens"] = r.supports_var_sparse_top_k_lens;
-  launch["num_ctas_for_reduction"] = r.num_ctas_for_reduction;
-  launch["num_ctas_for_all_heads"] = r.num_ctas_for_all_heads;
-  launch["num_head_dim_ctas_v"] = r.num_head_dim_ctas_v;
+  launch["cubin"] = r.cubin;
+  launch["is_token_sparse"] = r.scalars.is_token_sparse;
+  launch["groups_tokens_heads_q"] = r.scalars.groups_tokens_heads_q;
+  launch["supports_var_sparse_top_k_lens"] = r.scalars.supports_var_sparse_top_k_lens;
+  launch["num_ctas_for_reduction"] = r.scalars.num_ctas_for_reduction;
+  launch["num_ctas_for_all_heads"] = r.scalars.num_ctas_for_all_heads;
+  launch["head_dim_v"] = r.scalars.head_dim_v;
+  launch["num_head_dim_ctas_v"] = r.scalars.num_head_dim_ctas_v;
+  launch["tile_size_q"] = r.scalars.tile_size_q;
+  launch["sum_scale"] = r.scalars.sum_scale;
   return launch;
 }
 
@@ -323,7 +328,8 @@ void bind_decision(nb::module_& m) {
       .def_ro("num_tokens_per_cta_q", &Shape::num_tokens_per_cta_q)
       .def_ro("num_counters", &Shape::num_counters)
       .def_ro("partial_stats_bytes", &Shape::partial_stats_bytes)
-      .def_ro("partial_o_bytes", &Shape::partial_o_bytes);
+      .def_ro("partial_o_bytes", &Shape::partial_o_bytes)
+      .def_ro("softmax_stats_bytes", &Shape::softmax_stats_bytes);
   nb::class_<Decision>(m, "Decision", "The selector's answer; row -1 is a refusal and `reason` says why.")
       .def_ro("row", &Decision::row)
       .def_prop_ro("shape",
@@ -369,6 +375,8 @@ void bind_core(nb::module_& m) {
   bind_decision(m);
   m.def("select", &select, "problem"_a, "manifest"_a, "device"_a, "trace"_a = false,
         "The row that serves the problem, or a refusal in words. `trace` also gives a reason for every other row.");
+  m.def("scratch_bound", &scratch_bound, "problem"_a, "manifest"_a, "device"_a,
+        "Scratch bytes that no launch for the problem's dtypes and head dims exceeds, whatever batch and lengths.");
   m.def("fill", &fill, "problem"_a, "manifest"_a, "decision"_a, "buffers"_a,
         "The 1,280 bytes of KernelParams; tensor-map slots are zero. ValueError for a refusal.");
   m.def("tensor_maps", &tensor_maps, "problem"_a, "manifest"_a, "decision"_a, "buffers"_a,

@@ -25,6 +25,14 @@ int64_t unsplit_ctas(const Problem& problem, const Row& row) {
 }
 
 // Same longest CTA with fewer of them.
+int64_t partial_stats_bytes(int64_t rows) {
+  return round_up(rows * static_cast<int64_t>(sizeof(SoftmaxStats)), kScratchAlignment);
+}
+
+int64_t partial_o_bytes(int64_t rows, int64_t head_dim) {
+  return rows * head_dim * static_cast<int64_t>(sizeof(float));
+}
+
 int64_t without_idle_ctas(int64_t tiles, int64_t splits) { return ceil_div(tiles, ceil_div(tiles, splits)); }
 
 }  // namespace
@@ -61,6 +69,21 @@ int64_t cluster_splits(const Problem& problem, const Row& row, const Device& dev
   return 1;
 }
 
+int64_t scratch_bound(const Problem& problem, const Manifest& manifest, const Device& device) {
+  int64_t bound = 0;
+  for (int i = 0; i < manifest.size(); ++i) {
+    const Row& row = manifest[i];
+    if (row.multi_ctas_kv_mode != MultiCtasKvMode::kGmemReduction || row.dtype_q != problem.dtype_q ||
+        row.dtype_k != problem.dtype_k || row.head_dim_qk != problem.head_dim_qk ||
+        row.head_dim_v != problem.head_dim_v) {
+      continue;
+    }
+    const int64_t rows = device.sm_count * ctas_per_sm(row, device) * row.tile_size_q;
+    bound = std::max(bound, partial_stats_bytes(rows) + partial_o_bytes(rows, row.head_dim_v));
+  }
+  return bound;
+}
+
 Shape launch_shape(const Problem& problem, const Row& row, int64_t num_ctas_kv) {
   Shape shape;
   const int64_t tokens = tokens_per_cta(problem, row);
@@ -78,8 +101,8 @@ Shape launch_shape(const Problem& problem, const Row& row, int64_t num_ctas_kv) 
     const int64_t tiles_out = num_ctas_q * problem.num_heads_kv * problem.batch_size;
     const int64_t rows_out = tiles_out * num_ctas_kv * row.tile_size_q;
     shape.num_counters = tiles_out;
-    shape.partial_stats_bytes = round_up(rows_out * static_cast<int64_t>(sizeof(SoftmaxStats)), kScratchAlignment);
-    shape.partial_o_bytes = rows_out * problem.head_dim_v * static_cast<int64_t>(sizeof(float));
+    shape.partial_stats_bytes = partial_stats_bytes(rows_out);
+    shape.partial_o_bytes = partial_o_bytes(rows_out, problem.head_dim_v);
   }
   return shape;
 }

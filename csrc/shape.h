@@ -24,6 +24,10 @@ int64_t wanted_splits(const Problem& problem, const Row& row, const Device& devi
 // Largest split of at most `wanted` whose clusters of that size are all resident at once; 1 if none.
 int64_t cluster_splits(const Problem& problem, const Row& row, const Device& device, int64_t wanted);
 
+// Scratch bytes that no launch of the manifest's rows for the problem's dtypes and head dims exceeds on `device`,
+// whatever batch, lengths and window: a split never has more CTAs than are resident at once.
+int64_t scratch_bound(const Problem& problem, const Manifest& manifest, const Device& device);
+
 // The launch with `num_ctas_kv` CTAs for each request's KV.
 Shape launch_shape(const Problem& problem, const Row& row, int64_t num_ctas_kv);
 

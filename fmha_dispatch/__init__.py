@@ -10,7 +10,12 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
+    "dense_decode_problem": "problem",
+    "describe": "device",
+    "supports": "plan",
     "trtllm_batch_decode_with_kv_cache": "decode",
+    "workspace_bound": "plan",
+    "workspace_bytes": "plan",
 }
 
 __all__ = sorted(_EXPORTS)

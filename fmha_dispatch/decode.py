@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from fmha_dispatch.errors import InvalidArgument, Unsupported
-from fmha_dispatch.plan import DecodePlan, length_bucket
-from fmha_dispatch.problem import DecodeTensors, decode_problem, paged_kv
+from fmha_dispatch.plan import DecodePlan
+from fmha_dispatch.problem import DecodeTensors, decode_problem, length_bucket, paged_kv
 from fmha_dispatch.tensors import TensorView, current_stream, dtype_name, empty, is_tensor, view
 
 LOG2_E = math.log2(math.e)
@@ -266,7 +266,7 @@ def _new_plan(
     wanted = None if out_dtype is None else dtype_name(out_dtype)
     problem = decode_problem(
         views,
-        max_seq_len=length_bucket(max_seq_len) if type(max_seq_len) is int and max_seq_len >= 0 else max_seq_len,
+        max_seq_len=max_seq_len,
         out_dtype=wanted,
         will_return_lse=return_lse,
         **lengths,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fmha_dispatch import _core
 from fmha_dispatch.errors import InvalidArgument, Unsupported
+from fmha_dispatch.manifest import load_manifest
 from fmha_dispatch.tensors import ITEM_BYTES, TensorView
 
 # Family that serves each compute capability (major * 10 + minor).
@@ -39,18 +40,18 @@ class Choice:
         return need + WORKSPACE_ALIGNMENT if need else 0
 
 
-def length_bucket(max_seq_len: int) -> int:
-    """`max_seq_len` rounded up to 8 steps an octave (64 tokens at least), so that plans are few.
-
-    The value only decides how KV is split; kernels take the true lengths from ``seq_lens``.
+def family_of(device: _core.Device) -> str:
+    """Name of the kernel family that serves `device`.
 
     Raises:
-        ValueError: negative length.
+        Unsupported: none does.
     """
-    if max_seq_len < 0:
-        raise ValueError("max_seq_len is negative")
-    step = max(64, 1 << max((max_seq_len - 1).bit_length() - 4, 0))
-    return -(-max_seq_len // step) * step
+    family = FAMILY_OF_SM.get(device.sm)
+    if family is None:
+        raise Unsupported(
+            "no kernel family for this GPU", found=f"sm_{device.sm}", fix=f"sm_{', sm_'.join(map(str, FAMILY_OF_SM))}"
+        )
+    return family
 
 
 def choose(problem: _core.Problem, device: _core.Device, *, trace: bool = False, family: str | None = None) -> Choice:
@@ -63,13 +64,7 @@ def choose(problem: _core.Problem, device: _core.Device, *, trace: bool = False,
     Raises:
         Unsupported: no family for the GPU, or no row for the problem.
     """
-    from fmha_dispatch.manifest import load_manifest
-
-    family = family or FAMILY_OF_SM.get(device.sm)
-    if family is None:
-        raise Unsupported(
-            "no kernel family for this GPU", found=f"sm_{device.sm}", fix=f"sm_{', sm_'.join(map(str, FAMILY_OF_SM))}"
-        )
+    family = family or family_of(device)
     manifest = load_manifest(family)
     choice = Choice(family, manifest, _core.select(problem, manifest, device, trace))
     if choice.decision.row < 0 and not trace:
@@ -93,6 +88,18 @@ def workspace_bytes(problem: _core.Problem, device: _core.Device) -> int:
         Unsupported: as `choose`.
     """
     return choose(problem, device).workspace_bytes
+
+
+def workspace_bound(problem: _core.Problem, device: _core.Device) -> int:
+    """Bytes that are enough for every launch with the dtypes and head_dim of `problem` on `device`.
+
+    Independent of batch, lengths, window and head counts: what an engine allocates once.
+
+    Raises:
+        Unsupported: no family for the GPU.
+    """
+    bound: int = _core.scratch_bound(problem, load_manifest(family_of(device)), device)
+    return bound + WORKSPACE_ALIGNMENT
 
 
 class DecodePlan:

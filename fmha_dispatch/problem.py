@@ -102,6 +102,21 @@ def paged_kv(kv_cache: Any, kv_layout: str) -> tuple[TensorView, TensorView]:
     return key, value
 
 
+def length_bucket(max_seq_len: int) -> int:
+    """`max_seq_len` rounded up to 8 steps an octave (64 tokens at least), so that plans are few.
+
+    An engine's longest request grows by a token a step. The value only decides how KV is split; kernels take the true
+    lengths from ``seq_lens``.
+
+    Raises:
+        ValueError: negative length.
+    """
+    if max_seq_len < 0:
+        raise ValueError("max_seq_len is negative")
+    step = max(64, 1 << max((max_seq_len - 1).bit_length() - 4, 0))
+    return -(-max_seq_len // step) * step
+
+
 def decode_problem(
     tensors: DecodeTensors,
     *,
@@ -117,7 +132,7 @@ def decode_problem(
 
     Args:
         tensors: views of every tensor given.
-        max_seq_len: length of the longest request's KV, drafts included; the launch is split for it.
+        max_seq_len: length of the longest request's KV, drafts included; the launch is split for its `length_bucket`.
         window_left: keys visible left of a row's own position; -1 for all.
         q_len_per_req: query tokens of every request; ignored when ``tensors.cum_seq_lens_q`` is given.
         max_q_len: query tokens of the longest request; needed with ``cum_seq_lens_q``.
@@ -175,7 +190,7 @@ def decode_problem(
         layout=_core.QkvLayout.PagedKv,
         batch_size=batch_size,
         max_seq_len_q=max_seq_len_q,
-        max_seq_len_kv=max(max_seq_len, 1),
+        max_seq_len_kv=max(length_bucket(max_seq_len), 1),
         sum_seq_lens_q=sum_seq_lens_q,
         num_heads_q=num_heads_q,
         num_heads_kv=num_heads_kv,

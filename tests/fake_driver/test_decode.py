@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 from fake_tensor import FakeTensor
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fmha_dispatch
 from fake_driver.driver import CAPTURE_ACTIVE, FakeDriver
-from fmha_dispatch import decode, store
+from fmha_dispatch import _core, decode, store
 from fmha_dispatch.errors import DriverError, FmhaError, IntegrityError, InvalidArgument, NotPrepared, Unsupported
+from fmha_dispatch.explain import H200
 from fmha_dispatch.lockfile import LockFile, installed_lock
-from fmha_dispatch.plan import workspace_bytes
+from fmha_dispatch.plan import workspace_bound, workspace_bytes
 from fmha_dispatch.problem import dense_decode_problem
 from fmha_dispatch.settings import Settings
 from fmha_dispatch.sources import DATA
@@ -186,6 +189,32 @@ def test_T3_06_workspace_is_exact(on_fake: FakeDriver) -> None:
     with pytest.raises(InvalidArgument, match="workspace_buffer is too small"):
         run(**call(4, workspace_buffer=FakeTensor((need // 2,), "uint8"), **long))
     assert on_fake.launches == []
+
+
+@given(
+    batch_size=st.integers(1, 300),
+    q_len=st.integers(1, 16),
+    kv_len=st.integers(1, 200_000),
+    heads=st.sampled_from([(8, 8), (64, 8), (96, 8), (32, 1), (7, 7), (16, 4)]),
+    window_left=st.sampled_from([-1, 0, 127, 4096]),
+)
+def test_T3_06_one_bound_holds_for_every_problem(
+    batch_size: int, q_len: int, kv_len: int, heads: tuple[int, int], window_left: int
+) -> None:
+    device = _core.Device(**H200)
+    for head_dim in (64, 128, 256):
+        problem = dense_decode_problem(
+            dtype="bfloat16",
+            batch_size=batch_size,
+            q_len=q_len,
+            kv_len=kv_len,
+            num_heads_q=heads[0],
+            num_heads_kv=heads[1],
+            head_dim=head_dim,
+            page_size=16,
+            window_left=window_left,
+        )
+        assert workspace_bytes(problem, device) <= workspace_bound(problem, device)
 
 
 def test_no_query_rows_is_no_launch(on_fake: FakeDriver) -> None:
