@@ -299,7 +299,6 @@ nb::object separate_reduction(const Problem& problem, const Manifest& manifest, 
   launch["function"] = r.function;
   launch["grid"] = list_of(r.grid, 3);
   launch["block"] = r.block;
-  launch["cubin"] = r.cubin;
   launch["is_token_sparse"] = r.scalars.is_token_sparse;
   launch["groups_tokens_heads_q"] = r.scalars.groups_tokens_heads_q;
   launch["supports_var_sparse_top_k_lens"] = r.scalars.supports_var_sparse_top_k_lens;
@@ -310,6 +309,14 @@ nb::object separate_reduction(const Problem& problem, const Manifest& manifest, 
   launch["tile_size_q"] = r.scalars.tile_size_q;
   launch["sum_scale"] = r.scalars.sum_scale;
   return launch;
+}
+
+nb::tuple followers(const Problem& problem, const Manifest& manifest, const Decision& decision) {
+  const Row& row = row_of(manifest, decision);
+  nb::object reduction = nb::none(), lse = nb::none();
+  if (trtllm_gen::reduces_separately(row)) reduction = nb::str(trtllm_gen::reduction_cubin(problem.dtype_o));
+  if (is_trtllm_gen(row) && problem.has_lse) lse = nb::str(trtllm_gen::kLseCubin);
+  return nb::make_tuple(reduction, lse);
 }
 
 nb::tuple lse_launch(const Problem& problem) {
@@ -383,6 +390,8 @@ void bind_core(nb::module_& m) {
         "Arguments of cuTensorMapEncodeTiled for every slot the kernel uses. ValueError if an address is not aligned.");
   m.def("separate_reduction", &separate_reduction, "problem"_a, "manifest"_a, "decision"_a, "device"_a,
         "Launch of the kernel that reduces partial results after a trtllm-gen MLA kernel, or None if it needs none.");
+  m.def("followers", &followers, "problem"_a, "manifest"_a, "decision"_a,
+        "Paths in the lock of the cubins to launch behind the decision's kernel: (reduction or None, LSE or None).");
   m.def("lse_launch", &lse_launch, "problem"_a,
         "(number of values, blocks, threads) of the kernel that makes LSE from trtllm-gen softmax statistics.");
 }

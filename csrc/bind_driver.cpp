@@ -58,14 +58,15 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 void init_launcher(nb::pointer_and_handle<Launcher> self, const Driver& driver, const Problem& problem,
                    const Manifest& manifest, const Decision& decision, uint64_t function, int device, uint64_t context,
-                   const std::string& kernel_name) {
+                   const std::string& kernel_name, uint64_t reduction, uint64_t lse, const Device& gpu) {
   if (decision.row < 0 || decision.row >= manifest.size()) {
     Failure failure(Failure::Kind::kInvalidArgument, "the decision names no row of this manifest");
     failure.found = "row " + std::to_string(decision.row) + " of " + std::to_string(manifest.size());
     throw failure;
   }
   new (self.p) Launcher(driver, problem, manifest[decision.row], decision.shape, reinterpret_cast<CUkernel>(function),
-                        device, reinterpret_cast<CUcontext>(context), kernel_name);
+                        device, reinterpret_cast<CUcontext>(context), kernel_name,
+                        {reinterpret_cast<CUkernel>(reduction), reinterpret_cast<CUkernel>(lse)}, gpu);
 }
 
 void launch(Launcher& launcher, uint64_t q, uint64_t k, uint64_t v, uint64_t o, uint64_t seq_lens,
@@ -103,6 +104,8 @@ bool is_capturing(const Driver& driver, uint64_t stream) {
 void bind_driver(nb::module_& m) {
   nb::register_exception_translator(translate);
   m.attr("KERNEL_PARAMS_BYTES") = sizeof(KernelParams);
+  m.attr("REDUCTION_PARAM_BYTES") = trtllm_gen::kReductionParamBytes;
+  m.attr("LSE_PARAM_BYTES") = trtllm_gen::kLseParamBytes;
   m.def("driver_error_cause", &driver_error_cause, "code"_a,
         "What usually causes a CUresult and what helps; empty for a code without an entry.");
 
@@ -122,16 +125,19 @@ void bind_driver(nb::module_& m) {
   nb::class_<Launcher>(
       m, "Launcher",
       "One loaded kernel for one Problem on one device; `function` (a CUkernel) and `context` are driver handles.\n"
-      "Launching is thread-safe and allocates nothing.")
+      "`reduction` and `lse` are the CUkernels to launch behind it (0: none; followers() says which are needed),\n"
+      "`gpu` is what the decision was made for. Launching is thread-safe and allocates nothing.")
       .def("__init__", &init_launcher, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), "driver"_a, "problem"_a,
-           "manifest"_a, "decision"_a, "function"_a, "device"_a, "context"_a, "kernel_name"_a)
+           "manifest"_a, "decision"_a, "function"_a, "device"_a, "context"_a, "kernel_name"_a, "reduction"_a = 0,
+           "lse"_a = 0, "gpu"_a = Device{})
       .def("launch", &launch, nb::call_guard<nb::gil_scoped_release>(), "q"_a, "k"_a, "v"_a, "o"_a, "seq_lens"_a,
            "cum_seq_lens_q"_a, "block_tables"_a, "sinks"_a, "lse"_a, "scratch"_a, "scratch_bytes"_a, "bmm1_scale"_a,
            "bmm1_scale_log2_ptr"_a, "bmm2_scale"_a, "bmm2_scale_ptr"_a, "enable_pdl"_a, "stream"_a,
-           "Enqueues one launch on `stream`. All but the scales are device addresses (0: absent), sizes and handles;\n"
-           "bmm1_scale is the logit scale, bmm2_scale the output scale, their pointers win where given.\n\n"
+           "Enqueues the kernel and its followers on `stream`. All but the scales are device addresses (0: absent),\n"
+           "sizes and handles; bmm1_scale is the logit scale, bmm2_scale the output scale, their pointers win where "
+           "given.\n\n"
            "Raises InvalidArgument (scratch too small, stream of another device), NotPrepared (counters under\n"
-           "capture), DriverError; then nothing was enqueued.")
+           "capture), DriverError; then nothing was enqueued, or only kernels before the one that it names.")
       .def("prepare", &Launcher::prepare, nb::call_guard<nb::gil_scoped_release>(),
            "Reserves what launches under graph capture need. Not under capture.")
       .def_prop_ro("kernel_name", &Launcher::kernel_name)

@@ -5,6 +5,7 @@
 
 #include "counters.h"
 #include "params.h"
+#include "shape.h"
 
 namespace fmha {
 namespace {
@@ -19,10 +20,49 @@ std::string list(const T* values, int count) {
   return text + "]";
 }
 
+// Lets the kernel start while the one before it ends; it waits for that one's results by itself.
+CUlaunchAttribute programmatic_start(bool enable) {
+  CUlaunchAttribute attribute;
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = enable;
+  return attribute;
+}
+
+CUlaunchConfig launch_config(const int (&grid)[3], int block, int smem_bytes, CUstream stream,
+                             CUlaunchAttribute* attributes, unsigned num_attributes) {
+  CUlaunchConfig config;
+  config.gridDimX = static_cast<unsigned>(grid[0]);
+  config.gridDimY = static_cast<unsigned>(grid[1]);
+  config.gridDimZ = static_cast<unsigned>(grid[2]);
+  config.blockDimX = static_cast<unsigned>(block);
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.sharedMemBytes = static_cast<unsigned>(smem_bytes);
+  config.hStream = stream;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
+  return config;
+}
+
+// What must be there and what is: a launch without its followers would leave wrong results behind.
+void check_followers(const Problem& problem, const Row& row, const Followers& followers) {
+  const bool needs_reduction = trtllm_gen::reduces_separately(row);
+  const bool needs_lse = is_trtllm_gen(row) && problem.has_lse;
+  if (needs_reduction == (followers.reduction != nullptr) && needs_lse == (followers.lse != nullptr)) return;
+  Failure failure(Failure::Kind::kInvalidArgument, "other kernels follow this one");
+  const auto words = [](bool reduction, bool lse) {
+    return std::string(reduction ? "a reduction, " : "no reduction, ") + (lse ? "an LSE kernel" : "no LSE kernel");
+  };
+  failure.asked = words(needs_reduction, needs_lse);
+  failure.found = words(followers.reduction != nullptr, followers.lse != nullptr);
+  throw failure;
+}
+
 }  // namespace
 
 Launcher::Launcher(const Driver& driver, const Problem& problem, const Row& row, const Shape& shape, CUkernel kernel,
-                   int device, CUcontext context, std::string kernel_name)
+                   int device, CUcontext context, std::string kernel_name, const Followers& followers,
+                   const Device& gpu)
     : driver_(driver),
       problem_(problem),
       row_(row),
@@ -31,7 +71,12 @@ Launcher::Launcher(const Driver& driver, const Problem& problem, const Row& row,
       device_(device),
       context_(context),
       kernel_name_(std::move(kernel_name)),
-      fork_generation_(fork_generation()) {}
+      followers_(followers),
+      reduction_(followers.reduction == nullptr ? trtllm_gen::Reduction{}
+                                                : trtllm_gen::separate_reduction(problem, row, shape, gpu)),
+      fork_generation_(fork_generation()) {
+  check_followers(problem, row, followers);
+}
 
 void Launcher::launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, CUstream stream) {
   check_process();
@@ -54,27 +99,55 @@ void Launcher::launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, C
   attributes[1].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
   attributes[1].value.clusterSchedulingPolicyPreference =
       shape_.cluster > 1 ? CU_CLUSTER_SCHEDULING_POLICY_SPREAD : CU_CLUSTER_SCHEDULING_POLICY_DEFAULT;
-  attributes[2].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  attributes[2].value.programmaticStreamSerializationAllowed = enable_pdl;
+  attributes[2] = programmatic_start(enable_pdl);
 
-  CUlaunchConfig config;
-  config.gridDimX = static_cast<unsigned>(shape_.grid[0]);
-  config.gridDimY = static_cast<unsigned>(shape_.grid[1]);
-  config.gridDimZ = static_cast<unsigned>(shape_.grid[2]);
-  config.blockDimX = static_cast<unsigned>(shape_.block);
-  config.blockDimY = 1;
-  config.blockDimZ = 1;
-  config.sharedMemBytes = static_cast<unsigned>(shape_.smem_bytes);
-  config.hStream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 3;
-
+  const CUlaunchConfig config = launch_config(shape_.grid, shape_.block, shape_.smem_bytes, stream, attributes, 3);
   void* arguments[] = {&params};
-  const CUresult result = driver_.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel_), arguments, nullptr);
-  if (result != CUDA_SUCCESS) {
+  try {
+    enqueue(config, kernel_, arguments, "launching ");
+  } catch (...) {
     if (buffers.counters != 0) driver_.counters().mark_dirty(buffers.counters);
-    throw driver_.failure(result, "cuLaunchKernelEx", "launching " + describe());
+    throw;
   }
+  if (followers_.reduction != nullptr) launch_reduction(&params, enable_pdl, stream);
+  if (followers_.lse != nullptr) launch_lse(buffers, enable_pdl, stream);
+}
+
+void Launcher::launch_reduction(KernelParams* params, bool enable_pdl, CUstream stream) const {
+  CUlaunchAttribute attribute = programmatic_start(enable_pdl);
+  const CUlaunchConfig config = launch_config(reduction_.grid, reduction_.block, 0, stream, &attribute, 1);
+  trtllm_gen::ReductionScalars s = reduction_.scalars;
+  void* arguments[] = {params,
+                       &s.is_token_sparse,
+                       &s.groups_tokens_heads_q,
+                       &s.supports_var_sparse_top_k_lens,
+                       &s.num_ctas_for_reduction,
+                       &s.num_ctas_for_all_heads,
+                       &s.head_dim_v,
+                       &s.num_head_dim_ctas_v,
+                       &s.tile_size_q,
+                       &s.sum_scale};
+  enqueue(config, followers_.reduction, arguments, "launching the reduction behind ");
+}
+
+void Launcher::launch_lse(const Buffers& buffers, bool enable_pdl, CUstream stream) const {
+  const trtllm_gen::LseLaunch launch = trtllm_gen::lse_launch(problem_);
+  CUlaunchAttribute attribute = programmatic_start(enable_pdl);
+  const CUlaunchConfig config = launch_config({launch.grid, 1, 1}, launch.block, 0, stream, &attribute, 1);
+  const int32_t num_heads = static_cast<int32_t>(problem_.num_heads_q);
+  trtllm_gen::LseArguments lse{reinterpret_cast<const SoftmaxStats*>(buffers.softmax_stats),
+                               reinterpret_cast<float*>(buffers.lse),
+                               num_heads,
+                               num_heads,
+                               1,
+                               static_cast<int32_t>(launch.num_values)};
+  void* arguments[] = {&lse.stats, &lse.lse, &lse.num_heads, &lse.stride_tokens, &lse.stride_heads, &lse.num_values};
+  enqueue(config, followers_.lse, arguments, "launching the LSE kernel behind ");
+}
+
+void Launcher::enqueue(const CUlaunchConfig& config, CUkernel kernel, void** arguments, const char* doing) const {
+  const CUresult result = driver_.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), arguments, nullptr);
+  if (result != CUDA_SUCCESS) throw driver_.failure(result, "cuLaunchKernelEx", doing + describe());
 }
 
 void Launcher::prepare() {
@@ -93,7 +166,9 @@ void Launcher::check_process() const {
 }
 
 void Launcher::place_scratch(Buffers* buffers, int64_t scratch_bytes) const {
-  const int64_t need = shape_.partial_stats_bytes + shape_.partial_o_bytes;
+  const int64_t partials = shape_.partial_stats_bytes + shape_.partial_o_bytes;
+  const int64_t stats_offset = round_up(partials, kScratchAlignment);
+  const int64_t need = shape_.softmax_stats_bytes == 0 ? partials : stats_offset + shape_.softmax_stats_bytes;
   if (need == 0) return;
   const uint64_t aligned = (buffers->scratch + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
   const int64_t padding = static_cast<int64_t>(aligned - buffers->scratch);
@@ -101,12 +176,14 @@ void Launcher::place_scratch(Buffers* buffers, int64_t scratch_bytes) const {
     Failure failure(Failure::Kind::kInvalidArgument, "workspace_buffer is too small");
     failure.asked = std::to_string(need + padding) + " bytes: partial statistics " +
                     std::to_string(shape_.partial_stats_bytes) + ", partial outputs " +
-                    std::to_string(shape_.partial_o_bytes) + ", alignment " + std::to_string(padding);
+                    std::to_string(shape_.partial_o_bytes) + ", softmax statistics " +
+                    std::to_string(shape_.softmax_stats_bytes) + ", alignment " + std::to_string(padding);
     failure.found = std::to_string(buffers->scratch == 0 ? 0 : scratch_bytes) + " bytes";
     failure.fix = "allocate what workspace_bytes() says for this problem";
     throw failure;
   }
   buffers->scratch = aligned;
+  if (shape_.softmax_stats_bytes != 0) buffers->softmax_stats = aligned + static_cast<uint64_t>(stats_offset);
 }
 
 void Launcher::check_stream(CUstream stream) const {

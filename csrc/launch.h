@@ -8,6 +8,7 @@
 #include <string>
 
 #include "driver.h"
+#include "followers.h"
 #include "kernel_params.h"
 #include "manifest.h"
 #include "problem.h"
@@ -18,16 +19,24 @@ namespace fmha {
 // Scratch regions start on this boundary inside the caller's buffer.
 constexpr uint64_t kScratchAlignment = 256;
 
-// One loaded kernel for one Problem on one device. Any thread may launch, on any stream of the device.
+// Kernels to launch behind the attention kernel; null where none follows.
+struct Followers {
+  CUkernel reduction = nullptr;
+  CUkernel lse = nullptr;
+};
+
+// One loaded kernel, and those that follow it, for one Problem on one device. Any thread may launch, on any stream of
+// the device.
 class Launcher {
  public:
   // `driver` and the manifest that `row`'s strings point into must outlive the launcher. A CUkernel, unlike a
   // CUfunction, survives a reset of `context`; launching one costs the same.
   Launcher(const Driver& driver, const Problem& problem, const Row& row, const Shape& shape, CUkernel kernel,
-           int device, CUcontext context, std::string kernel_name);
+           int device, CUcontext context, std::string kernel_name, const Followers& followers, const Device& gpu);
 
-  // Enqueues one launch. `buffers.scratch` is the caller's buffer of `scratch_bytes`, any alignment; its counters are
-  // ignored, the library brings its own. Throws Failure, with nothing enqueued.
+  // Enqueues the kernel and its followers. `buffers.scratch` is the caller's buffer of `scratch_bytes`, any alignment;
+  // its counters are ignored, the library brings its own. Throws Failure; then nothing was enqueued, or only kernels
+  // before the one that it names.
   void launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, CUstream stream);
 
   // Reserves the counters that launches under graph capture will take.
@@ -49,6 +58,9 @@ class Launcher {
   void check_stream(CUstream stream) const;
   uint64_t context_id() const;
   void set_tensor_maps(const Buffers& buffers, KernelParams* params);
+  void launch_reduction(KernelParams* params, bool enable_pdl, CUstream stream) const;
+  void launch_lse(const Buffers& buffers, bool enable_pdl, CUstream stream) const;
+  void enqueue(const CUlaunchConfig& config, CUkernel kernel, void** arguments, const char* doing) const;
   void encode(const TensorMapArgs& args, TensorMap* map) const;
   std::string describe() const;
 
@@ -60,6 +72,8 @@ class Launcher {
   const int device_;
   const CUcontext context_;
   const std::string kernel_name_;
+  const Followers followers_;
+  const trtllm_gen::Reduction reduction_;
   const int fork_generation_;
   std::mutex maps_mutex_;
   EncodedMap maps_[kMaxTensorMaps];

@@ -134,6 +134,7 @@ struct Shape {
   int64_t num_counters = 0;         // int32 each, zero before and after every launch
   int64_t partial_stats_bytes = 0;  // at scratch + 0
   int64_t partial_o_bytes = 0;      // at scratch + partial_stats_bytes
+  int64_t softmax_stats_bytes = 0;  // behind them on the next boundary: where an LSE kernel follows
 };
 
 struct Rejection {

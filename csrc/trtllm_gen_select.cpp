@@ -3,6 +3,7 @@
 
 #include "names.h"
 #include "refusal.h"
+#include "followers.h"
 #include "shape.h"
 #include "tensor_maps.h"
 #include "trtllm_gen.h"
@@ -112,6 +113,7 @@ Shape launch_shape(const Problem& p, const Device& device, const Row& row, const
     const int64_t columns = row.head_dim_per_cta_v * (row.uses_2cta_mma ? 2 : 1);
     shape.partial_o_bytes = 2 * c.num_ctas() * row.tile_size_q * columns;
   }
+  if (p.has_lse) shape.softmax_stats_bytes = softmax_stats_bytes(p);
   return shape;
 }
 

@@ -44,13 +44,16 @@ class LoadedKernel:
     device_bytes: int
 
 
-def load(cubin: VerifiedCubin, device: int, *, stream: int | None = None) -> LoadedKernel:
+def load(
+    cubin: VerifiedCubin, device: int, *, stream: int | None = None, param_bytes: int = _core.KERNEL_PARAMS_BYTES
+) -> LoadedKernel:
     """Loads `cubin` on GPU `device`, or returns what an earlier call loaded.
 
     Args:
         cubin: bytes that passed every check; they are handed to the driver from memory.
         device: CUDA ordinal.
         stream: the ``CUstream`` that the launch will use, so that loading under its capture is refused.
+        param_bytes: size of the parameters that the launch will pass.
 
     Raises:
         NotPrepared: `stream` is being captured; nothing was called that capture forbids.
@@ -70,10 +73,10 @@ def load(cubin: VerifiedCubin, device: int, *, stream: int | None = None) -> Loa
                 asked=f"{cubin.name}, {cubin.arch}",
                 found=f"cuda:{device} is sm_{opened.properties.sm}",
             )
-        if cubin.param_bytes != _core.KERNEL_PARAMS_BYTES:
+        if cubin.param_bytes != param_bytes:
             raise IntegrityError(
-                "the cubin was built for another KernelParams",
-                asked=f"{_core.KERNEL_PARAMS_BYTES} bytes",
+                "the cubin was built for other parameters",
+                asked=f"{param_bytes} bytes",
                 found=f"{cubin.param_bytes} bytes in {cubin.name}",
                 fix="install the fmha-dispatch version that its cubins.lock belongs to",
             )

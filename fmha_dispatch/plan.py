@@ -37,6 +37,8 @@ class Choice:
         """Exact scratch need of the launch."""
         shape = self.decision.shape
         need = shape.partial_stats_bytes + shape.partial_o_bytes
+        if shape.softmax_stats_bytes:
+            need = -(-need // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT + shape.softmax_stats_bytes
         return need + WORKSPACE_ALIGNMENT if need else 0
 
 
@@ -163,7 +165,8 @@ class DecodePlan:
         from fmha_dispatch.device import describe, driver
         from fmha_dispatch.store import find
 
-        choice = choose(problem, describe(device))
+        gpu = describe(device)
+        choice = choose(problem, gpu)
         if workspace_have < choice.workspace_bytes:
             raise InvalidArgument(
                 "workspace_buffer is too small",
@@ -172,9 +175,26 @@ class DecodePlan:
                 fix="allocate fmha_dispatch.workspace_bytes(problem, device) bytes",
             )
         kernel = loader.load(find(choice.row.cubin), device, stream=stream)
+        reduction, lse = _core.followers(problem, choice.manifest, choice.decision)
+        behind = {}
+        if reduction is not None:
+            size = _core.REDUCTION_PARAM_BYTES
+            behind["reduction"] = loader.load(find(reduction), device, stream=stream, param_bytes=size).function
+        if lse is not None:
+            size = _core.LSE_PARAM_BYTES
+            behind["lse"] = loader.load(find(lse), device, stream=stream, param_bytes=size).function
         name = choice.row.name
         launcher = _core.Launcher(
-            driver(), problem, choice.manifest, choice.decision, kernel.function, device, kernel.context, name
+            driver(),
+            problem,
+            choice.manifest,
+            choice.decision,
+            kernel.function,
+            device,
+            kernel.context,
+            name,
+            gpu=gpu,
+            **behind,
         )
         launcher.prepare()  # a plan whose first launch is captured needs its counters before
         _log.info("cuda:%d: %s: %s", device, name, choice.decision.reason)

@@ -169,7 +169,7 @@ def _reduction(
         "supportsVarSparseMlaTopKLens": int(launch["supports_var_sparse_top_k_lens"]),
         "numCtasForReduction": launch["num_ctas_for_reduction"],
         "numCtasForAllHeads": launch["num_ctas_for_all_heads"],
-        "headDimV": call.problem.head_dim_v,
+        "headDimV": launch["head_dim_v"],
         "numHeadDimCtasV": launch["num_head_dim_ctas_v"],
     }
 

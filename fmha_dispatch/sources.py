@@ -61,9 +61,9 @@ class Pack:
 
     kind = "pack"
 
-    def __init__(self, path: Path, family: str) -> None:
+    def __init__(self, path: Path, *families: str) -> None:
         self.path = path
-        self.family = family
+        self.families = families
         self.name = f"pack {path.name}"
 
     def size(self, artifact: Artifact) -> int | None:
@@ -78,7 +78,7 @@ class Pack:
             return {}
 
     def read(self, artifact: Artifact) -> bytes | None:
-        if artifact.family != self.family or not self.path.is_file():
+        if artifact.family not in self.families or not self.path.is_file():
             return None
         try:
             with zipfile.ZipFile(self.path) as archive:
@@ -98,8 +98,12 @@ class Pack:
 
 
 def packs(lock: LockFile, data: Path = DATA) -> list[Pack]:
-    """The packs of this installation."""
-    return [Pack(data / family.pack, name) for name, family in sorted(lock.families.items()) if family.pack]
+    """The packs of this installation. Families may share one."""
+    families: dict[str, list[str]] = {}
+    for name, family in sorted(lock.families.items()):
+        if family.pack:
+            families.setdefault(family.pack, []).append(name)
+    return [Pack(data / pack, *names) for pack, names in families.items()]
 
 
 def file_size(path: Path) -> int | None:
