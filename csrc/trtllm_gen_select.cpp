@@ -1,9 +1,9 @@
 // The passes: choose, find, configure, until nothing changes; then whether the clusters fit.
 #include <algorithm>
 
+#include "followers.h"
 #include "names.h"
 #include "refusal.h"
-#include "followers.h"
 #include "shape.h"
 #include "tensor_maps.h"
 #include "trtllm_gen.h"
