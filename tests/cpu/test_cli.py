@@ -17,6 +17,7 @@ from synthetic import make_cubins, make_lock, write_folder
 
 from fmha_dispatch import cli
 from fmha_dispatch.errors import ExitCode, StoreError
+from fmha_dispatch.lockfile import installed_lock
 
 CUBINS = make_cubins(4, family="f")
 PATHS = sorted(CUBINS)
@@ -112,6 +113,20 @@ def test_verify_the_installed_pack(capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run_json(capsys, "verify", "--family", "hopper", "--layer", "pack")
     assert code == ExitCode.OK, report["damaged"] + report["missing"]
     assert report["good_copies"] == report["artifacts"] > 0
+
+
+def test_verify_passes_over_a_family_that_was_never_brought(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A Hopper node has none of NVIDIA's cubins; one of them here, even damaged, and all of them count."""
+    code, report = run_json(capsys, "verify", "--cache-dir", str(tmp_path / "cache"))
+    assert (code, report["missing"]) == (ExitCode.OK, [])
+    assert report["not_brought"]["trtllm-gen"] > 13_000
+    artifact = next(artifact for artifact in installed_lock().artifacts if artifact.family == "trtllm-gen")
+    write_folder(tmp_path / "folder", {artifact.path: b"not a cubin"})
+    code, report = run_json(
+        capsys, "verify", "--cache-dir", str(tmp_path / "cache"), "--folder", str(tmp_path / "folder")
+    )
+    assert code == ExitCode.INTEGRITY
+    assert "trtllm-gen" not in report["not_brought"] and len(report["missing"]) > 13_000
 
 
 def test_fetch_and_verify_again(capsys: pytest.CaptureFixture[str], lock: str, tmp_path: Path) -> None:
