@@ -25,6 +25,8 @@ _PATTERNS = {
     "symbol": (re.compile(r"[A-Za-z_$][A-Za-z0-9_$]{0,1022}"), "a kernel symbol"),
     "family": (re.compile(r"[a-z0-9][a-z0-9-]{0,62}"), "lower-case letters, digits and -"),
     "file": (re.compile(_SEGMENT), "a file name"),
+    "folder": (re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*"), "a relative folder of letters, digits and _+=.-"),
+    "module": (re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}"), "the name of a top-level Python package"),
     "version": (re.compile(r"[0-9A-Za-z][0-9A-Za-z.+-]{0,62}"), "a version"),
 }
 
@@ -70,6 +72,19 @@ class Toolchain:
 
 
 @dataclass(frozen=True, slots=True)
+class Package:
+    """A Python package of someone else's that carries the family's cubins.
+
+    Attributes:
+        module: what one would import; it never is.
+        folder: where they lie in it, each by its path without the family.
+    """
+
+    module: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What the artifacts of one family share.
 
@@ -80,6 +95,7 @@ class Family:
         repositories: base URLs below which its artifacts lie, by path without the family.
         table: its manifest, or None.
         toolchain: for cubins of our own, or None.
+        package: where an installed package of another project holds the same cubins, or None.
     """
 
     param_bytes: int
@@ -88,6 +104,7 @@ class Family:
     repositories: tuple[str, ...] = ()
     table: Table | None = None
     toolchain: Toolchain | None = None
+    package: Package | None = None
 
 
 @dataclass(frozen=True)
@@ -301,7 +318,7 @@ def _lock(document: Any, limits: Limits) -> LockFile:
 
 
 def _family(value: Any, where: _Where, limits: Limits) -> Family:
-    optional = ("pack", "repositories", "table", "toolchain")
+    optional = ("pack", "repositories", "table", "toolchain", "package")
     entry = _object(value, where, ("param_bytes", "layout"), optional)
     repositories = _list(entry.get("repositories", []), (*where, "repositories"), 16)
     for url in repositories:
@@ -309,7 +326,7 @@ def _family(value: Any, where: _Where, limits: Limits) -> Family:
             r"https://[a-z0-9.-]+(?::[0-9]{1,5})?(?:/[A-Za-z0-9_+=.-]+)*/?", url
         ):
             raise _Bad((*where, "repositories"), "is not a plain https URL", url)
-    table = toolchain = pack = None
+    table = toolchain = pack = package = None
     if "pack" in entry:
         pack = _text(entry["pack"], "file", (*where, "pack"))
     if "table" in entry:
@@ -328,6 +345,12 @@ def _family(value: Any, where: _Where, limits: Limits) -> Family:
             if type(flag) is not str or not flag.isascii() or not flag.isprintable() or len(flag) > 200:
                 raise _Bad((*at, "flags"), "is not a compiler flag", flag)
         toolchain = Toolchain(_text(tools["nvcc"], "version", (*at, "nvcc")), tuple(flags))
+    if "package" in entry:
+        at = (*where, "package")
+        carrier = _object(entry["package"], at, ("module", "folder"))
+        package = Package(
+            _text(carrier["module"], "module", (*at, "module")), _text(carrier["folder"], "folder", (*at, "folder"))
+        )
     return Family(
         _count(entry["param_bytes"], 32764, (*where, "param_bytes")),
         _text(entry["layout"], "version", (*where, "layout")),
@@ -335,6 +358,7 @@ def _family(value: Any, where: _Where, limits: Limits) -> Family:
         tuple(repositories),
         table,
         toolchain,
+        package,
     )
 
 

@@ -20,7 +20,7 @@ class Source(Protocol):
     """One layer of the store.
 
     Attributes:
-        kind: folder, pack, cache or mirror.
+        kind: folder, pack, package, cache or mirror.
         name: tells a person which one.
     """
 

@@ -16,6 +16,7 @@ from fmha_dispatch.cache import Cache, publish
 from fmha_dispatch.cubin import VerifiedCubin, verify
 from fmha_dispatch.errors import ArtifactMissing, FmhaError, IntegrityError, StoreError
 from fmha_dispatch.lockfile import Artifact, LockFile, installed_lock
+from fmha_dispatch.package import packages
 from fmha_dispatch.settings import Settings
 from fmha_dispatch.sources import DATA, Folder, Source, packs, read_file
 
@@ -46,8 +47,8 @@ class Local:
 class Store:
     """The artifacts of one lock.
 
-    Layers, first hit wins: `folder` (explicit), the settings' ``cubin_dir``, embedded packs, the user cache, ``file://``
-    mirrors; then HTTP(S). A layer that holds wrong bytes is warned of and passed over.
+    Layers, first hit wins: `folder` (explicit), the settings' ``cubin_dir``, embedded packs, installed packages, the
+    user cache, ``file://`` mirrors; then HTTP(S). A layer that holds wrong bytes is warned of and passed over.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Store:
         if settings.cubin_dir is not None:
             self.sources.append(Folder(settings.cubin_dir))
         self.sources += packs(lock, data)
+        self.sources += packages(lock)
         if self.cache is not None:
             self.sources.append(self.cache)
         for url in settings.mirrors:

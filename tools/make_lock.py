@@ -29,7 +29,7 @@ from metadata_header import HeaderError, Kernel, read_kernels
 from fmha_dispatch import _core
 from fmha_dispatch.cubin import read_cubin
 from fmha_dispatch.errors import IntegrityError
-from fmha_dispatch.lockfile import Artifact, Family, LockFile, Table
+from fmha_dispatch.lockfile import Artifact, Family, LockFile, Package, Table
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "cubins.lock"
@@ -204,6 +204,7 @@ def updated_lock(lock: LockFile, imported: Imported, layout: str, manifest: byte
         layout=layout,
         repositories=(f"{REPOSITORY}/{imported.folder}",),
         table=Table(file=MANIFEST.name, sha256=hashlib.sha256(manifest).hexdigest(), size=len(manifest)),
+        package=Package(module="flashinfer_cubin", folder=f"cubins/{imported.folder}"),
     )
     return lock.replace_family(FAMILY, family, imported.artifacts)
 

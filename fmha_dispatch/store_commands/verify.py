@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer",
         action="append",
-        choices=("folder", "pack", "cache", "mirror"),
+        choices=("folder", "pack", "package", "cache", "mirror"),
         help="only layers of this kind (default: all); repeatable",
     )
 
