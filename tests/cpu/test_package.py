@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from synthetic import make_cubins, make_lock, make_store
 
-from fmha_dispatch.errors import ArtifactMissing, IntegrityError, LockFileError
+from fmha_dispatch.cli import main
+from fmha_dispatch.errors import ArtifactMissing, ExitCode, IntegrityError, LockFileError
 from fmha_dispatch.lockfile import LockFile, Package, installed_lock
 from fmha_dispatch.package import InstalledPackage, find_package, packages
 
@@ -163,6 +164,21 @@ def test_folder_without_code_is_a_package_too(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "someones_cubins").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_package("someones_cubins") == tmp_path / "someones_cubins"
+
+
+def test_verify_reads_every_file_of_the_package(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = fill(site, OURS, CUBINS)
+    lock = tmp_path / "cubins.lock"
+    lock.write_text(lock_of().dump())
+    command = ["verify", "--lock", str(lock), "--layer", "package", "--family", "remote", "--offline"]
+    assert main(command) == ExitCode.OK
+    assert "10 good copies, 0 damaged, 0 missing" in capsys.readouterr().out
+    (own / PATHS[0].partition("/")[2]).unlink()
+    assert main(command) == ExitCode.MISSING_OFFLINE
+    assert f"missing: {PATHS[0]}" in capsys.readouterr().out
+    (own / PATHS[1].partition("/")[2]).write_bytes(CUBINS[PATHS[2]])
+    assert main(command) == ExitCode.INTEGRITY
+    assert PATHS[1] in capsys.readouterr().out
 
 
 def test_the_lock_names_the_package_that_carries_its_cubins() -> None:
