@@ -244,15 +244,19 @@ void bind_manifest(nb::module_& m) {
           "default to 0). ValueError for an unknown or missing column or a value out of range.");
 }
 
-const Row& row_of(const Manifest& manifest, const Decision& decision) {
+// The decision's row, for a problem that the decision may have been made for.
+const Row& row_of(const Problem& problem, const Manifest& manifest, const Decision& decision) {
   if (decision.row < 0) throw nb::value_error(("the decision is a refusal: " + decision.reason).c_str());
   if (decision.row >= manifest.size()) throw nb::value_error("the decision belongs to another manifest");
+  if (problem.num_heads_kv < 1 || problem.num_heads_q < problem.num_heads_kv) {
+    throw nb::value_error("the problem has no query heads for its KV heads");
+  }
   return manifest[decision.row];
 }
 
 nb::bytes fill(const Problem& problem, const Manifest& manifest, const Decision& decision, const Buffers& buffers) {
   KernelParams params;
-  fill_params(problem, row_of(manifest, decision), decision.shape, buffers, &params);
+  fill_params(problem, row_of(problem, manifest, decision), decision.shape, buffers, &params);
   return nb::bytes(reinterpret_cast<const char*>(&params), sizeof params);
 }
 
@@ -266,7 +270,7 @@ nb::list list_of(const T* values, int count) {
 nb::list tensor_maps(const Problem& problem, const Manifest& manifest, const Decision& decision,
                      const Buffers& buffers) {
   TensorMapArgs maps[kMaxTensorMaps];
-  const int count = encode_args(problem, row_of(manifest, decision), buffers, maps);
+  const int count = encode_args(problem, row_of(problem, manifest, decision), buffers, maps);
   nb::list list;
   for (int i = 0; i < count; ++i) {
     const TensorMapArgs& map = maps[i];
@@ -292,7 +296,7 @@ nb::list tensor_maps(const Problem& problem, const Manifest& manifest, const Dec
 
 nb::object separate_reduction(const Problem& problem, const Manifest& manifest, const Decision& decision,
                               const Device& device) {
-  const Row& row = row_of(manifest, decision);
+  const Row& row = row_of(problem, manifest, decision);
   if (!trtllm_gen::reduces_separately(row)) return nb::none();
   const trtllm_gen::Reduction r = trtllm_gen::separate_reduction(problem, row, decision.shape, device);
   nb::dict launch;
@@ -312,7 +316,7 @@ nb::object separate_reduction(const Problem& problem, const Manifest& manifest, 
 }
 
 nb::tuple followers(const Problem& problem, const Manifest& manifest, const Decision& decision) {
-  const Row& row = row_of(manifest, decision);
+  const Row& row = row_of(problem, manifest, decision);
   nb::object reduction = nb::none(), lse = nb::none();
   if (trtllm_gen::reduces_separately(row)) reduction = nb::str(trtllm_gen::reduction_cubin(problem.dtype_o));
   if (is_trtllm_gen(row) && problem.has_lse) lse = nb::str(trtllm_gen::kLseCubin);

@@ -64,6 +64,9 @@ void init_launcher(nb::pointer_and_handle<Launcher> self, const Driver& driver, 
     failure.found = "row " + std::to_string(decision.row) + " of " + std::to_string(manifest.size());
     throw failure;
   }
+  if (problem.num_heads_kv < 1 || problem.num_heads_q < problem.num_heads_kv) {
+    throw Failure(Failure::Kind::kInvalidArgument, "the problem has no query heads for its KV heads");
+  }
   new (self.p) Launcher(driver, problem, manifest[decision.row], decision.shape, reinterpret_cast<CUkernel>(function),
                         device, reinterpret_cast<CUcontext>(context), kernel_name,
                         {reinterpret_cast<CUkernel>(reduction), reinterpret_cast<CUkernel>(lse)}, gpu);
@@ -130,16 +133,15 @@ void bind_driver(nb::module_& m) {
       .def("__init__", &init_launcher, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), "driver"_a, "problem"_a,
            "manifest"_a, "decision"_a, "function"_a, "device"_a, "context"_a, "kernel_name"_a, "reduction"_a = 0,
            "lse"_a = 0, "gpu"_a = Device{})
-      .def("launch", &launch, nb::call_guard<nb::gil_scoped_release>(), "q"_a, "k"_a, "v"_a, "o"_a, "seq_lens"_a,
-           "cum_seq_lens_q"_a, "block_tables"_a, "sinks"_a, "lse"_a, "scratch"_a, "scratch_bytes"_a, "bmm1_scale"_a,
-           "bmm1_scale_log2_ptr"_a, "bmm2_scale"_a, "bmm2_scale_ptr"_a, "enable_pdl"_a, "stream"_a,
-           "Enqueues the kernel and its followers on `stream`. All but the scales are device addresses (0: absent),\n"
-           "sizes and handles; bmm1_scale is the logit scale, bmm2_scale the output scale, their pointers win where "
-           "given.\n\n"
-           "Raises InvalidArgument (scratch too small, stream of another device), NotPrepared (counters under\n"
-           "capture), DriverError; then nothing was enqueued, or only kernels before the one that it names.")
-      .def("prepare", &Launcher::prepare, nb::call_guard<nb::gil_scoped_release>(),
-           "Reserves what launches under graph capture need. Not under capture.")
+      .def(
+          "launch", &launch, nb::call_guard<nb::gil_scoped_release>(), "q"_a, "k"_a, "v"_a, "o"_a, "seq_lens"_a,
+          "cum_seq_lens_q"_a, "block_tables"_a, "sinks"_a, "lse"_a, "scratch"_a, "scratch_bytes"_a, "bmm1_scale"_a,
+          "bmm1_scale_log2_ptr"_a, "bmm2_scale"_a, "bmm2_scale_ptr"_a, "enable_pdl"_a, "stream"_a,
+          "Enqueues the kernel and its followers on `stream`. All but the scales are device addresses (0: absent),\n"
+          "sizes and handles; bmm1_scale is the logit scale, bmm2_scale the output scale, their pointers win where "
+          "given.\n\n"
+          "Raises InvalidArgument (scratch too small, misaligned tensor, stream of another device), DriverError; then\n"
+          "nothing was enqueued, or only kernels before the one that it names.")
       .def_prop_ro("kernel_name", &Launcher::kernel_name)
       .def_prop_ro("device", &Launcher::device);
 }

@@ -12,7 +12,6 @@ namespace {
 constexpr int64_t kMinCapacity = 1024;
 constexpr int64_t kSlabBytes = 1 << 20;
 constexpr int64_t kMinSetsPerSlab = 4;
-constexpr size_t kLowSpares = 16;
 
 int64_t round_up_to_power_of_two(int64_t value) {
   int64_t power = kMinCapacity;
@@ -20,8 +19,7 @@ int64_t round_up_to_power_of_two(int64_t value) {
   return power;
 }
 
-// Lets this thread allocate while another thread captures in global mode, which would otherwise fail here and break
-// the capture there.
+// Lets this thread allocate while it or another thread captures, which would otherwise fail here and break the capture.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver) : driver_(driver) {
@@ -56,19 +54,9 @@ CUdeviceptr Counters::acquire(uint64_t context_id, CUstream stream, int64_t coun
   if (set.capacity < count) {
     // The outgrown set is dropped, not re-used: a kernel in flight or a graph may still count in it.
     if (!take_spare(context_id, count, &set)) {
-      if (captured) {
-        Failure failure(Failure::Kind::kNotPrepared, "no split-KV counters are left for this capture");
-        failure.asked = std::to_string(count) + " counters of a stream that is being captured";
-        failure.fix = "call prepare(), or launch once outside the capture, with a problem at least this large";
-        throw failure;
-      }
       allocate(context_id, count);
       take_spare(context_id, count, &set);
     }
-  }
-  if (spares_low_ && !captured) {
-    if (spares_[context_id].size() < kLowSpares) allocate(context_id, set.capacity);
-    spares_low_ = false;
   }
   if (set.dirty) {
     driver_.check(driver_.cuMemsetD8Async(set.address, 0, set.capacity * sizeof(int32_t), stream), "cuMemsetD8Async",
@@ -76,13 +64,6 @@ CUdeviceptr Counters::acquire(uint64_t context_id, CUstream stream, int64_t coun
     set.dirty = false;
   }
   return set.address;
-}
-
-void Counters::prepare(uint64_t context_id, int64_t count) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const Set& spare : spares_[context_id])
-    if (spare.capacity >= count) return;
-  allocate(context_id, count);
 }
 
 void Counters::mark_dirty(CUdeviceptr address) {
@@ -106,7 +87,6 @@ bool Counters::take_spare(uint64_t context_id, int64_t count, Set* set) {
     if (spare->capacity < count) continue;
     *set = *spare;
     spares.erase(std::next(spare).base());
-    spares_low_ = spares_low_ || spares.size() < kLowSpares;
     return true;
   }
   return false;

@@ -25,13 +25,9 @@ class Counters {
   explicit Counters(const Driver& driver) : driver_(driver) {}
 
   // Device address of `count` int32 that are zero for the next kernel on `stream`. The context of that id must be
-  // current. Allocates on first use or growth; under capture takes a set that was allocated before, or throws Failure
-  // kNotPrepared without having made any call that capture forbids.
+  // current. Allocates on first use or growth, also under capture: on a stream of its own and in relaxed mode, so that
+  // no allocation becomes part of a graph and no capture breaks.
   CUdeviceptr acquire(uint64_t context_id, CUstream stream, int64_t count);
-
-  // Allocates ahead, so that a stream can be captured that never ran outside a graph. The context of that id must be
-  // current.
-  void prepare(uint64_t context_id, int64_t count);
 
   // The set at `address` was given to a launch that failed: zero it before its next use.
   void mark_dirty(CUdeviceptr address);
@@ -62,7 +58,6 @@ class Counters {
   std::mutex mutex_;
   std::unordered_map<Key, Set, KeyHash> sets_;
   std::unordered_map<uint64_t, std::vector<Set>> spares_;  // zeroed, of no stream yet
-  bool spares_low_ = false;                                // captures took most of them
 };
 
 }  // namespace fmha

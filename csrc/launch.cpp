@@ -13,6 +13,9 @@ namespace {
 static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap),
               "TensorMap is not the driver's CUtensorMap");
 
+constexpr uint64_t kTensorAlignment = 16;  // tensor maps, and the widest store of an output row
+constexpr uint64_t kWordAlignment = 4;
+
 template <class T>
 std::string list(const T* values, int count) {
   std::string text = "[";
@@ -80,6 +83,7 @@ Launcher::Launcher(const Driver& driver, const Problem& problem, const Row& row,
 
 void Launcher::launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, CUstream stream) {
   check_process();
+  check_pointers(buffers);
   place_scratch(&buffers, scratch_bytes);
   ContextScope scope(driver_, context_);
   check_stream(stream);
@@ -150,19 +154,36 @@ void Launcher::enqueue(const CUlaunchConfig& config, CUkernel kernel, void** arg
   if (result != CUDA_SUCCESS) throw driver_.failure(result, "cuLaunchKernelEx", doing + describe());
 }
 
-void Launcher::prepare() {
-  check_process();
-  if (shape_.num_counters == 0) return;
-  ContextScope scope(driver_, context_);
-  driver_.counters().prepare(context_id(), shape_.num_counters);
-}
-
 void Launcher::check_process() const {
   if (fork_generation_ == fork_generation()) return;
   Failure failure(Failure::Kind::kDevice, "this process was forked after the kernel was loaded");
   failure.found = kernel_name_ + ", loaded by the parent process";
   failure.fix = "start workers with the spawn or forkserver method, or load after the fork";
   throw failure;
+}
+
+void Launcher::check_pointers(const Buffers& buffers) const {
+  // A misaligned access costs the whole context, so the few compares are worth it.
+  const auto check = [this](const char* name, uint64_t address, uint64_t alignment, bool needed) {
+    if (address % alignment == 0 && (address != 0 || !needed)) return;
+    Failure failure(Failure::Kind::kInvalidArgument,
+                    std::string(name) + (address == 0 ? " has no memory" : " is not aligned"));
+    failure.asked = kernel_name_ + ": a multiple of " + std::to_string(alignment) + " bytes";
+    failure.found = "address " + std::to_string(address);
+    failure.fix = "pass a tensor with memory whose first element is aligned, such as a fresh allocation";
+    throw failure;
+  };
+  check("query", buffers.q, kTensorAlignment, true);
+  check("key cache", buffers.k, kTensorAlignment, true);
+  check("value cache", buffers.v, kTensorAlignment, true);
+  check("out", buffers.o, kTensorAlignment, true);
+  check("seq_lens", buffers.seq_lens_kv, kWordAlignment, true);
+  check("block_tables", buffers.block_tables, kWordAlignment, true);
+  check("cum_seq_lens_q", buffers.cum_seq_lens_q, kWordAlignment, problem_.ragged_q);
+  check("sinks", buffers.sinks, kWordAlignment, false);
+  check("lse", buffers.lse, kWordAlignment, false);
+  check("bmm1_scale", buffers.scale_softmax_log2_ptr, kWordAlignment, false);
+  check("bmm2_scale", buffers.output_scale_ptr, kWordAlignment, false);
 }
 
 void Launcher::place_scratch(Buffers* buffers, int64_t scratch_bytes) const {

@@ -39,9 +39,6 @@ class Launcher {
   // before the one that it names.
   void launch(Buffers buffers, int64_t scratch_bytes, bool enable_pdl, CUstream stream);
 
-  // Reserves the counters that launches under graph capture will take.
-  void prepare();
-
   const std::string& kernel_name() const { return kernel_name_; }
   const Shape& shape() const { return shape_; }
   int device() const { return device_; }
@@ -54,6 +51,7 @@ class Launcher {
   };
 
   void check_process() const;
+  void check_pointers(const Buffers& buffers) const;
   void place_scratch(Buffers* buffers, int64_t scratch_bytes) const;
   void check_stream(CUstream stream) const;
   uint64_t context_id() const;

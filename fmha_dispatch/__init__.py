@@ -12,6 +12,7 @@ from typing import Any
 _EXPORTS = {
     "dense_decode_problem": "problem",
     "describe": "device",
+    "prepare": "plan",
     "supports": "plan",
     "trtllm_batch_decode_with_kv_cache": "decode",
     "workspace_bound": "plan",

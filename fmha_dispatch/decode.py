@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
-from fmha_dispatch.errors import InvalidArgument, Unsupported
+from fmha_dispatch.errors import DriverError, InvalidArgument, Unsupported
+from fmha_dispatch.kv_cache import paged_kv
 from fmha_dispatch.plan import DecodePlan
-from fmha_dispatch.problem import DecodeTensors, decode_problem, length_bucket, paged_kv
-from fmha_dispatch.tensors import TensorView, current_stream, dtype_name, empty, is_tensor, view
+from fmha_dispatch.problem import DecodeTensors, decode_problem, length_bucket
+from fmha_dispatch.tensors import TensorView, current_stream, describe_value, dtype_name, empty, is_tensor, view
 
 LOG2_E = math.log2(math.e)
 
 # A serving engine meets a few plans a batch size; past this many the oldest half is forgotten.
 MAX_PLANS = 4096
+
+# CUresults of a context that was reset or destroyed: INVALID_CONTEXT, INVALID_HANDLE, CONTEXT_IS_DESTROYED.
+CONTEXT_GONE = (201, 400, 709)
 
 _plans: dict[Any, DecodePlan] = {}
 
@@ -105,9 +110,9 @@ def trtllm_batch_decode_with_kv_cache(
         or skip_softmax_threshold_scale_factor is not None
         or kv_cache_sf is not None
         or multi_ctas_kv_counter_buffer is not None
-        or enable_block_sparse_attention
+        or enable_block_sparse_attention is not False
         or bf16q_fp8kv_transform_mode is not None
-        or o_scale not in (None, 1.0)
+        or (o_scale is not None and (type(o_scale) not in (float, int) or o_scale != 1.0))
     ):
         raise _unhonoured(
             o_sf_scale=o_sf_scale,
@@ -116,35 +121,49 @@ def trtllm_batch_decode_with_kv_cache(
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             kv_cache_sf=kv_cache_sf,
             multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
-            enable_block_sparse_attention=enable_block_sparse_attention or None,
+            enable_block_sparse_attention=None if enable_block_sparse_attention is False else True,
             bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode,
-            o_scale=None if o_scale == 1.0 else o_scale,
+            o_scale=None if type(o_scale) in (float, int) and o_scale == 1.0 else o_scale,
         )
+    if enable_pdl is None:
+        enable_pdl = True
+    for name, flag in (
+        ("enable_pdl", enable_pdl),
+        ("return_lse", return_lse),
+        ("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx),
+    ):
+        if type(flag) is not bool:
+            raise InvalidArgument(f"{name} is not a bool", found=describe_value(flag))
     if isinstance(sinks, (list, tuple)):
         if len(sinks) != 1:
             raise InvalidArgument(
                 "sinks is not one tensor", found=f"a list of {len(sinks)}", fix="float32[num_heads_q]"
             )
         sinks = sinks[0]
-    caches = tuple(kv_cache) if isinstance(kv_cache, (tuple, list)) else (kv_cache,)
+    paired = isinstance(kv_cache, (tuple, list))
+    caches = tuple(kv_cache) if paired else (kv_cache,)
 
     # All that decides the plan. Lengths are bucketed: a serving engine's max_seq_len grows by one every step.
     tensors = (query, *caches, workspace_buffer, block_tables, seq_lens, out, sinks, cum_seq_lens_q, lse)
     try:
         key = (
             *map(_signature, tensors),
+            paired,
             length_bucket(max_seq_len),
             window_left,
+            type(window_left),  # 1 == 1.0 == True
             out_dtype,
             kv_layout,
             backend,
             q_len_per_req,
+            type(q_len_per_req),
             max_q_len,
+            type(max_q_len),
             uses_shared_paged_kv_idx,
             return_lse,
         )
         plan = _plans.get(key)
-    except (AttributeError, TypeError, ValueError):  # not tensors, or not hashable: the checks below say which
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # not dense tensors, not ints: checked below
         plan = key = None
     if plan is None:
         plan = _new_plan(
@@ -187,25 +206,30 @@ def trtllm_batch_decode_with_kv_cache(
         else:
             scale2, scale2_tensor = _scale("bmm2_scale", bmm2_scale, plan.device)
         key_ptr = caches[0].data_ptr()
-        plan.launcher.launch(
-            query.data_ptr(),
-            key_ptr,
-            caches[1].data_ptr() if len(caches) == 2 else key_ptr + plan.value_offset,
-            out.data_ptr(),
-            seq_lens.data_ptr(),
-            0 if cum_seq_lens_q is None else cum_seq_lens_q.data_ptr(),
-            block_tables.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            workspace_buffer.data_ptr(),
-            plan.workspace_bytes,
-            scale1,
-            0 if scale1_tensor is None else scale1_tensor.data_ptr(),
-            scale2,
-            0 if scale2_tensor is None else scale2_tensor.data_ptr(),
-            enable_pdl is not False,
-            current_stream(plan.device),
-        )
+        try:
+            plan.launcher.launch(
+                query.data_ptr(),
+                key_ptr,
+                caches[1].data_ptr() if len(caches) == 2 else key_ptr + plan.value_offset,
+                out.data_ptr(),
+                seq_lens.data_ptr(),
+                0 if cum_seq_lens_q is None else cum_seq_lens_q.data_ptr(),
+                block_tables.data_ptr(),
+                0 if sinks is None else sinks.data_ptr(),
+                0 if lse is None else lse.data_ptr(),
+                workspace_buffer.data_ptr(),
+                plan.workspace_bytes,
+                scale1,
+                0 if scale1_tensor is None else scale1_tensor.data_ptr(),
+                scale2,
+                0 if scale2_tensor is None else scale2_tensor.data_ptr(),
+                enable_pdl,
+                current_stream(plan.device),
+            )
+        except DriverError as error:
+            if error.code in CONTEXT_GONE:
+                _plans.pop(key, None)  # the next call makes a plan for the context that there is then
+            raise
     return (out, lse) if return_lse else out
 
 
@@ -252,12 +276,12 @@ def _new_plan(
         raise Unsupported("backend is not available", asked=backend, fix="auto or hopper")
     key_cache, value_cache = paged_kv(kv_cache, kv_layout)
     views = DecodeTensors(
-        query=_view("query", query),
+        query=view("query", query),
         key=key_cache,
         value=value_cache,
-        workspace=_view("workspace_buffer", workspace_buffer),
-        block_tables=_view("block_tables", block_tables),
-        seq_lens=_view("seq_lens", seq_lens),
+        workspace=view("workspace_buffer", workspace_buffer),
+        block_tables=view("block_tables", block_tables),
+        seq_lens=view("seq_lens", seq_lens),
         out=_optional("out", out),
         sinks=_optional("sinks", sinks),
         cum_seq_lens_q=_optional("cum_seq_lens_q", cum_seq_lens_q),
@@ -281,27 +305,21 @@ def _new_plan(
     )
 
 
-def _view(name: str, tensor: Any) -> TensorView:
-    if not is_tensor(tensor):
-        raise InvalidArgument(f"{name} is not a tensor", found=f"{type(tensor).__name__}")
-    return view(name, tensor)
-
-
 def _optional(name: str, tensor: Any) -> TensorView | None:
-    return None if tensor is None else _view(name, tensor)
+    return None if tensor is None else view(name, tensor)
 
 
 def _scale(name: str, value: Any, device: int) -> tuple[float, Any]:
     """(host value, device tensor or None)."""
     if is_tensor(value):
         return 1.0, _device_scale(name, value, device)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value), None
-    raise InvalidArgument(f"{name} is neither a number nor a tensor", found=type(value).__name__)
+    raise InvalidArgument(f"{name} is neither a finite number nor a tensor", found=describe_value(value))
 
 
 def _device_scale(name: str, value: Any, device: int) -> Any:
-    seen = _view(name, value)
+    seen = view(name, value)
     if seen.numel != 1 or seen.dtype != "float32" or seen.device != device:
         raise InvalidArgument(f"{name} cannot be read by the kernel", found=seen, fix=f"float32[1] on cuda:{device}")
     return value

@@ -91,6 +91,17 @@ def load(
         return kernel
 
 
+def loaded(device: int, sha256: str, symbol: str) -> LoadedKernel | None:
+    """What `load` would return for such a cubin without loading anything, if it is loaded.
+
+    Raises:
+        DeviceError: as `load`.
+    """
+    opened = open_device(device)
+    kernel = _loaded.get((device, sha256, symbol))
+    return kernel if kernel is not None and kernel.context_id == opened.context_id else None
+
+
 def runs_on(arch: str, sm: int) -> bool:
     """Whether code for `arch` runs on a GPU of compute capability `sm` (major * 10 + minor).
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fmha_dispatch import _core
 from fmha_dispatch.errors import InvalidArgument, Unsupported
 from fmha_dispatch.manifest import load_manifest
 from fmha_dispatch.tensors import ITEM_BYTES, TensorView
+
+if TYPE_CHECKING:
+    from fmha_dispatch.loader import LoadedKernel
 
 # Family that serves each compute capability (major * 10 + minor).
 FAMILY_OF_SM = {90: "hopper"}
@@ -104,6 +109,47 @@ def workspace_bound(problem: _core.Problem, device: _core.Device) -> int:
     return bound + WORKSPACE_ALIGNMENT
 
 
+def prepare(problems: Iterable[_core.Problem], device: int = 0) -> list[LoadedKernel]:
+    """Loads every kernel that `problems` need on CUDA device `device`; what is loaded already costs nothing.
+
+    For start-up: before the KV cache takes the memory, and before any stream is captured.
+
+    Returns:
+        The kernels, each once, with the seconds and device bytes that loading took.
+
+    Raises:
+        Unsupported, ArtifactMissing, IntegrityError, DeviceError, DriverError.
+    """
+    from fmha_dispatch.device import describe
+
+    gpu = describe(device)
+    kernels: dict[str, LoadedKernel] = {}
+    for problem in problems:
+        for kernel in _kernels(choose(problem, gpu), problem, device, None):
+            if kernel is not None:
+                kernels[kernel.name] = kernel
+    return list(kernels.values())
+
+
+def _kernels(
+    choice: Choice, problem: _core.Problem, device: int, stream: int | None
+) -> tuple[LoadedKernel, LoadedKernel | None, LoadedKernel | None]:
+    """The attention kernel and those that follow it (reduction, LSE), loaded."""
+    from fmha_dispatch import loader, store
+
+    def load(path: str, param_bytes: int) -> LoadedKernel:
+        artifact = store.default_store().lock.by_path.get(path)
+        known = None if artifact is None else loader.loaded(device, artifact.sha256, artifact.symbol)
+        return known or loader.load(store.find(path), device, stream=stream, param_bytes=param_bytes)
+
+    reduction, lse = _core.followers(problem, choice.manifest, choice.decision)
+    return (
+        load(choice.row.cubin, _core.KERNEL_PARAMS_BYTES),
+        None if reduction is None else load(reduction, _core.REDUCTION_PARAM_BYTES),
+        None if lse is None else load(lse, _core.LSE_PARAM_BYTES),
+    )
+
+
 class DecodePlan:
     """A decode call ready to be launched again and again; immutable after `create`.
 
@@ -161,9 +207,7 @@ class DecodePlan:
         workspace_have = workspace.numel * ITEM_BYTES.get(workspace.dtype, 1)
         if problem.sum_seq_lens_q == 0 or problem.batch_size == 0:
             return cls(problem, None, device, None, value_offset, workspace_have, out_dtype)
-        from fmha_dispatch import loader
         from fmha_dispatch.device import describe, driver
-        from fmha_dispatch.store import find
 
         gpu = describe(device)
         choice = choose(problem, gpu)
@@ -174,28 +218,20 @@ class DecodePlan:
                 found=f"{workspace_have} bytes",
                 fix="allocate fmha_dispatch.workspace_bytes(problem, device) bytes",
             )
-        kernel = loader.load(find(choice.row.cubin), device, stream=stream)
-        reduction, lse = _core.followers(problem, choice.manifest, choice.decision)
-        behind = {}
-        if reduction is not None:
-            size = _core.REDUCTION_PARAM_BYTES
-            behind["reduction"] = loader.load(find(reduction), device, stream=stream, param_bytes=size).function
-        if lse is not None:
-            size = _core.LSE_PARAM_BYTES
-            behind["lse"] = loader.load(find(lse), device, stream=stream, param_bytes=size).function
+        attention, reduction, lse = _kernels(choice, problem, device, stream)
         name = choice.row.name
         launcher = _core.Launcher(
             driver(),
             problem,
             choice.manifest,
             choice.decision,
-            kernel.function,
+            attention.function,
             device,
-            kernel.context,
+            attention.context,
             name,
             gpu=gpu,
-            **behind,
+            reduction=0 if reduction is None else reduction.function,
+            lse=0 if lse is None else lse.function,
         )
-        launcher.prepare()  # a plan whose first launch is captured needs its counters before
         _log.info("cuda:%d: %s: %s", device, name, choice.decision.reason)
         return cls(problem, choice, device, launcher, value_offset, workspace_have, out_dtype)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from fmha_dispatch import _core
 from fmha_dispatch.errors import InvalidArgument, Unsupported
-from fmha_dispatch.tensors import ITEM_BYTES, TensorView, is_tensor, view
+from fmha_dispatch.tensors import TensorView, describe_value
 
 # torch names of the dtypes that KernelParams and the manifest can express. uint8 holds two E2M1 values.
 DATA_TYPES = {
@@ -15,6 +14,8 @@ DATA_TYPES = {
     "bfloat16": _core.DataType.BF16,
     "float8_e4m3fn": _core.DataType.E4M3,
 }
+
+MAX_INT32 = 2**31 - 1
 
 # Length tensors: a kernel reads 32-bit words, the sign is never set.
 LENGTH_DTYPES = ("int32", "uint32")
@@ -59,49 +60,6 @@ class DecodeTensors:
         return [tensor for tensor in fields if tensor is not None]
 
 
-def paged_kv(kv_cache: Any, kv_layout: str) -> tuple[TensorView, TensorView]:
-    """Key and value views ``[num_pages, num_heads_kv, page_size, head_dim]`` of a paged cache.
-
-    Args:
-        kv_cache: a pair of rank-4 tensors, or one rank-5 tensor ``[num_pages, 1 or 2, ...]``; with 1, K and V are the
-            same memory.
-        kv_layout: ``HND`` (``[..., num_heads_kv, page_size, head_dim]``) or ``NHD`` (heads and tokens exchanged).
-
-    Raises:
-        InvalidArgument: anything else.
-    """
-    if kv_layout not in ("HND", "NHD"):
-        raise InvalidArgument("kv_layout is unknown", asked=repr(kv_layout), fix="HND or NHD")
-    if isinstance(kv_cache, (tuple, list)):
-        if len(kv_cache) != 2 or not all(is_tensor(part) for part in kv_cache):
-            raise InvalidArgument(
-                "kv_cache is not a pair of tensors", found=_describe(kv_cache), fix="pass (key_cache, value_cache)"
-            )
-        key, value = view("kv_cache[0]", kv_cache[0]), view("kv_cache[1]", kv_cache[1])
-    elif is_tensor(kv_cache):
-        both = view("kv_cache", kv_cache)
-        if len(both.shape) != 5 or both.shape[1] not in (1, 2):
-            raise InvalidArgument(
-                "a single kv_cache tensor has rank 5 with 1 or 2 at dimension 1",
-                found=both,
-                fix=f"[num_pages, 1 or 2, {_kv_axes(kv_layout)}], or a pair of rank-4 tensors",
-            )
-        offset = (both.shape[1] - 1) * both.strides[1] * ITEM_BYTES.get(both.dtype, 1)
-        shape, strides = both.shape[:1] + both.shape[2:], both.strides[:1] + both.strides[2:]
-        key = both._replace(name="kv_cache[:, 0]", shape=shape, strides=strides)
-        value = key._replace(name=f"kv_cache[:, {both.shape[1] - 1}]", ptr=both.ptr + offset)
-    else:
-        raise InvalidArgument("kv_cache is not a tensor or a pair of tensors", found=_describe(kv_cache))
-    for part in (key, value):
-        if len(part.shape) != 4:
-            raise InvalidArgument(
-                f"{part.name} has the wrong rank", found=part, fix=f"rank 4: [num_pages, {_kv_axes(kv_layout)}]"
-            )
-    if kv_layout == "NHD":
-        key, value = _swap_heads_and_tokens(key), _swap_heads_and_tokens(value)
-    return key, value
-
-
 def length_bucket(max_seq_len: int) -> int:
     """`max_seq_len` rounded up to 8 steps an octave (64 tokens at least), so that plans are few.
 
@@ -114,7 +72,7 @@ def length_bucket(max_seq_len: int) -> int:
     if max_seq_len < 0:
         raise ValueError("max_seq_len is negative")
     step = max(64, 1 << max((max_seq_len - 1).bit_length() - 4, 0))
-    return -(-max_seq_len // step) * step
+    return min(-(-max_seq_len // step) * step, MAX_INT32)  # engines pass INT32_MAX for "unknown"
 
 
 def decode_problem(
@@ -286,10 +244,10 @@ def _query_lengths(tensors: DecodeTensors, q_len_per_req: int | None, max_q_len:
         batch_size = tensors.cum_seq_lens_q.shape[0] - 1
         _check_vector(tensors.cum_seq_lens_q, batch_size + 1, LENGTH_DTYPES, "[batch_size + 1] running sums")
         return True, batch_size, max_q_len
-    if max_q_len is not None and q_len_per_req in (None, 1) and max_q_len != 1:
+    if max_q_len is not None and max_q_len != q_len_per_req:
         raise InvalidArgument(
             "max_q_len needs cum_seq_lens_q",
-            asked=f"max_q_len={max_q_len}",
+            asked=f"max_q_len={max_q_len!r}, q_len_per_req={q_len_per_req!r}",
             fix="pass cum_seq_lens_q, or q_len_per_req for drafts of one length",
         )
     if q_len_per_req is None:
@@ -381,8 +339,8 @@ def _check_output(tensor: TensorView, shape: tuple[int, ...], dtype: str) -> Non
 
 def _check_int(name: str, value: object, low: int, note: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidArgument(f"{name} is not an int", found=_describe(value))
-    if value < low or value >= 2**31:
+        raise InvalidArgument(f"{name} is not an int", found=describe_value(value))
+    if not low <= value <= MAX_INT32:
         fix = f"{low} <= {name} < 2^31" + (f" ({note})" if note else "")
         raise InvalidArgument(f"{name} is out of range", found=value, fix=fix)
 
@@ -399,19 +357,3 @@ def _out_data_type(dtype: str) -> _core.DataType:
     if known is None:
         raise Unsupported("no kernel writes this out_dtype", asked=dtype, fix=", ".join(DATA_TYPES))
     return known
-
-
-def _swap_heads_and_tokens(tensor: TensorView) -> TensorView:
-    n, t, h, d = tensor.shape
-    sn, st, sh, sd = tensor.strides
-    return tensor._replace(shape=(n, h, t, d), strides=(sn, sh, st, sd))
-
-
-def _kv_axes(kv_layout: str) -> str:
-    return "num_heads_kv, page_size, head_dim" if kv_layout == "HND" else "page_size, num_heads_kv, head_dim"
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of {len(value)}"
-    return f"{type(value).__name__} {value!r}"[:80]

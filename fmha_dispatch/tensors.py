@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# Bytes per element; two E2M1 values share the byte of a uint8.
+from fmha_dispatch.errors import InvalidArgument
+
+# Bytes per element, by torch's dtype names; two E2M1 values share the byte of a uint8.
 ITEM_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
 }
+
+_ATTRIBUTES = ("data_ptr", "shape", "stride", "dtype", "get_device")
 
 
 class TensorView(NamedTuple):
@@ -67,7 +66,14 @@ class TensorView(NamedTuple):
 
 def is_tensor(value: object) -> bool:
     """Whether `value` can be viewed as a tensor."""
-    return hasattr(value, "data_ptr") and hasattr(value, "stride")
+    return all(hasattr(value, name) for name in _ATTRIBUTES)
+
+
+def describe_value(value: object) -> str:
+    """A few words on a wrong argument, for messages."""
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__} {value!r}"[:80]
 
 
 def dtype_name(dtype: object) -> str:
@@ -76,15 +82,26 @@ def dtype_name(dtype: object) -> str:
 
 
 def view(name: str, tensor: Any) -> TensorView:
-    """The `TensorView` of a torch tensor (or of anything that looks like one)."""
-    return TensorView(
-        name,
-        dtype_name(tensor.dtype),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.get_device(),
-        tensor.data_ptr(),
-    )
+    """The `TensorView` of a torch tensor (or of anything that looks like one).
+
+    Raises:
+        InvalidArgument: not a tensor, or one without strides or memory of its own (sparse, nested, meta).
+    """
+    if not is_tensor(tensor):
+        raise InvalidArgument(f"{name} is not a tensor", found=type(tensor).__name__)
+    try:
+        return TensorView(
+            name,
+            dtype_name(tensor.dtype),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.get_device(),
+            tensor.data_ptr(),
+        )
+    except (RuntimeError, TypeError) as error:  # NotImplementedError included
+        raise InvalidArgument(
+            f"{name} is not a dense tensor", found=str(error).partition("\n")[0], fix="a strided tensor with memory"
+        ) from error
 
 
 def current_stream(device: int) -> int:

@@ -10,7 +10,8 @@ from fake_tensor import FakeTensor
 import fmha_dispatch
 from fmha_dispatch import _core
 from fmha_dispatch.errors import InvalidArgument, Unsupported
-from fmha_dispatch.problem import DecodeTensors, decode_problem, dense_decode_problem, paged_kv
+from fmha_dispatch.kv_cache import paged_kv
+from fmha_dispatch.problem import DecodeTensors, decode_problem, dense_decode_problem
 from fmha_dispatch.tensors import view
 
 B, Q_LEN, HQ, HKV, D, PAGE, PAGES, WIDTH = 4, 2, 16, 2, 128, 16, 40, 8

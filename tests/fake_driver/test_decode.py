@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -37,6 +38,7 @@ def on_fake(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeD
     """The fake driver, with a stream of its own as torch's current stream, and no plan from another test."""
     streams: dict[int, int] = {}
     monkeypatch.setattr(decode, "current_stream", lambda device: streams.setdefault(device, fake.new_stream(device)))
+    monkeypatch.setattr(decode, "empty", lambda shape, dtype, like: FakeTensor(shape, dtype, device=like.get_device()))
     decode.forget_plans()
     yield fake
     decode.forget_plans()
@@ -62,6 +64,19 @@ def call(q_len: int = 1, device: int = 0, batch: int = B, **changed: Any) -> dic
         "q_len_per_req": q_len,
         **changed,
     }
+
+
+def dense_problem(batch_size: int = 1, q_len: int = 1, kv_len: int = WIDTH * PAGE) -> _core.Problem:
+    return dense_decode_problem(
+        dtype="bfloat16",
+        batch_size=batch_size,
+        q_len=q_len,
+        kv_len=kv_len,
+        num_heads_q=HQ,
+        num_heads_kv=HKV,
+        head_dim=D,
+        page_size=PAGE,
+    )
 
 
 def run(**arguments: Any) -> Any:
@@ -98,6 +113,13 @@ def test_lock_to_launch(on_fake: FakeDriver) -> None:
     assert value.addr == 0x7F3000000000
 
 
+def test_outputs_are_allocated_when_not_given(on_fake: FakeDriver) -> None:
+    out, lse = run(**call(2, out=None, return_lse=True))
+    assert (out.shape, out.dtype) == ((B * 2, HQ, D), "bfloat16")
+    assert (lse.shape, lse.dtype) == ((B * 2, HQ), "float32")
+    assert on_fake.launches[-1].pointer(PTR_LSE) == lse.data_ptr()
+
+
 def test_T4_01_a_warm_call_loads_nothing(on_fake: FakeDriver) -> None:
     arguments = call()
     run(**arguments)
@@ -113,6 +135,163 @@ def test_T4_01_a_warm_call_loads_nothing(on_fake: FakeDriver) -> None:
         "cuLaunchKernelEx",
     }
     assert len(on_fake.launches) == 3
+
+
+def test_a_new_shape_of_a_loaded_kernel_reads_no_file(on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(**call())
+    monkeypatch.setattr(store, "find", lambda path: pytest.fail(f"read {path} again"))
+    run(**call(batch=9))
+    assert len(on_fake.launches) == 2 and on_fake.count("cuLibraryLoadData") == 1
+
+
+def test_T4_06_prepared_problems_load_nothing_later(on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [dense_problem(batch_size=batch, q_len=q_len) for batch in (1, 8, 64) for q_len in (1, 2, 4, 8)]
+    kernels = fmha_dispatch.prepare(problems)
+    assert {kernel.name for kernel in kernels} == {
+        f"hopper/sm90a_decode_bf16_d128_q{tile}.cubin" for tile in (16, 32, 64, 128)
+    }
+    assert fmha_dispatch.prepare(problems) == kernels
+    on_fake.clear()
+    monkeypatch.setattr(store, "find", lambda path: pytest.fail(f"read {path} again"))
+    stream = decode.current_stream(0)
+    on_fake.begin_capture(stream)
+    for batch in (1, 8, 64):
+        for q_len in (1, 2, 4, 8):
+            run(**call(q_len, batch=batch))
+    assert on_fake.end_capture(stream) == CAPTURE_ACTIVE
+    assert on_fake.count("cuLibraryLoadData") == 0 and len(on_fake.launches) == 12
+
+
+def test_T4_01_calls_recover_from_a_reset_of_the_primary_context(
+    on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(**call())
+    on_fake.reset_primary_context(0)
+    with pytest.raises(DriverError):  # the work of that context is lost, and the caller must know
+        run(**call())
+    stream = on_fake.new_stream(0)
+    monkeypatch.setattr(decode, "current_stream", lambda device: stream)
+    run(**call())
+    assert on_fake.launches[-1].result == 0
+
+
+# Two calls that differ in one argument, and what must differ in the launch.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "window_left": ({}, {"window_left": 127}),
+    "max_seq_len": ({"max_seq_len": 512}, {"max_seq_len": 8192}),
+    "kv_layout": (
+        {"kv_cache": (FakeTensor((64, PAGE, PAGE, D)), FakeTensor((64, PAGE, PAGE, D)))},
+        {"kv_cache": (FakeTensor((64, PAGE, PAGE, D)), FakeTensor((64, PAGE, PAGE, D))), "kv_layout": "NHD"},
+    ),
+    "q_len_per_req": (
+        {"query": FakeTensor((8, HQ, D)), "out": FakeTensor((8, HQ, D)), "q_len_per_req": 1},
+        {
+            "query": FakeTensor((8, HQ, D)),
+            "out": FakeTensor((8, HQ, D)),
+            "q_len_per_req": 2,
+            "block_tables": FakeTensor((4, WIDTH), "int32"),
+            "seq_lens": FakeTensor((4,), "int32"),
+        },
+    ),
+    "max_q_len": (
+        {"q_len_per_req": None, "max_q_len": 2, "cum_seq_lens_q": FakeTensor((B + 1,), "int32")},
+        {"q_len_per_req": None, "max_q_len": 4, "cum_seq_lens_q": FakeTensor((B + 1,), "int32")},
+    ),
+    "dtype": (
+        {},
+        {
+            "query": FakeTensor((B, HQ, D), "float16"),
+            "out": FakeTensor((B, HQ, D), "float16"),
+            "kv_cache": tuple(FakeTensor((B * WIDTH, HKV, PAGE, D), "float16") for _ in range(2)),
+        },
+    ),
+    "query strides": ({}, {"query": FakeTensor((B, HQ, D), strides=(2 * HQ * D, D, 1), ptr=0x7F1000000000)}),
+    "V strides": (
+        {},
+        {
+            "kv_cache": (
+                FakeTensor((B * WIDTH, HKV, PAGE, D), ptr=0x7F2000000000),
+                FakeTensor((B * WIDTH, HKV, PAGE, D), ptr=0x7F3000000000, strides=(2 * HKV * PAGE * D, PAGE * D, D, 1)),
+            )
+        },
+    ),
+    "table pitch": ({}, {"block_tables": FakeTensor((B, WIDTH), "int32", strides=(1024, 1), ptr=0x7F5000000000)}),
+    "table kind": (
+        {"block_tables": FakeTensor((B, WIDTH), "int32")},
+        {"block_tables": FakeTensor((B, 2, WIDTH), "int32"), "uses_shared_paged_kv_idx": False},
+    ),
+    "sinks": ({}, {"sinks": FakeTensor((HQ,), "float32")}),
+    "lse": ({}, {"lse": FakeTensor((B, HQ), "float32")}),
+    "enable_pdl": ({"enable_pdl": False}, {"enable_pdl": True}),
+    "bmm2_scale": ({}, {"bmm2_scale": 0.5}),
+    "rank-5 cache": ({}, {"kv_cache": FakeTensor((B * WIDTH, 2, HKV, PAGE, D), ptr=0x7F2000000000)}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_argument_more_is_another_launch_cold_and_warm(on_fake: FakeDriver, name: str) -> None:
+    """Whatever ran before, a call gets the launch that it would get first: no plan serves another call."""
+
+    def launch(changed: dict[str, Any]) -> tuple[Any, ...]:
+        on_fake.clear()
+        run(**call(**changed))
+        got = on_fake.launches[-1]
+        return got.params, got.grid, got.pdl, got.function
+
+    first, second = VARIANTS[name]
+    cold = []
+    maps = []
+    for changed in (first, second):
+        decode.forget_plans()
+        on_fake.clear()
+        run(**call(**changed))
+        maps.append(on_fake.tensor_maps)
+        got = on_fake.launches[-1]
+        cold.append((got.params, got.grid, got.pdl, got.function))
+    assert cold[0] != cold[1] or maps[0] != maps[1], "the pair shows nothing"
+    decode.forget_plans()
+    for _ in range(2):
+        assert [launch(first), launch(second)] == cold
+
+
+def test_value_of_a_rank_5_cache_lies_behind_its_key(on_fake: FakeDriver) -> None:
+    for _ in range(2):
+        run(**call(kv_cache=FakeTensor((B * WIDTH, 2, HKV, PAGE, D), ptr=0x7F2000000000)))
+    offset = HKV * PAGE * D * 2
+    _, key, value = on_fake.tensor_maps
+    assert (key.addr, value.addr) == (0x7F2000000000, 0x7F2000000000 + offset)
+    assert key.strides[-1] == value.strides[-1] == 2 * offset
+    assert on_fake.launches[-1].tensor_map_addr(384) == 0x7F2000000000 + offset
+
+
+def test_logit_scale_tensor_is_multiplied_into_log2(on_fake: FakeDriver) -> None:
+    class Scale(FakeTensor):
+        def __mul__(self, factor: float) -> FakeTensor:
+            assert factor == pytest.approx(1.4426950408889634)
+            return FakeTensor((1,), "float32", ptr=0x7FC000000000)
+
+    run(**call(bmm1_scale=Scale((1,), "float32")))
+    assert on_fake.launches[-1].pointer(1056) == 0x7FC000000000
+
+
+def test_a_large_working_set_keeps_what_was_used_last(on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MAX_PLANS", 8)
+    for batch in range(1, 30):
+        run(**call(batch=batch))
+    assert len(decode._plans) <= 8
+    on_fake.clear()
+    run(**call(batch=29))
+    assert on_fake.count("cuTensorMapEncodeTiled") == 0, "the newest plan was dropped"
+
+
+GARBAGE: list[Any] = [None, 0, -1, 1.5, "x", 10**400, float("nan"), (), [], {}, object(), b"", True, FakeTensor((1,))]
+
+
+@pytest.mark.parametrize("name", [*sorted(call()), "sinks", "lse", "cum_seq_lens_q", "mask", "o_scale", "enable_pdl"])
+def test_garbage_is_a_typed_error_or_harmless(on_fake: FakeDriver, name: str) -> None:
+    for value in GARBAGE:
+        with contextlib.suppress(FmhaError):
+            run(**call(**{name: value}))
 
 
 def test_growing_max_seq_len_stays_warm(on_fake: FakeDriver) -> None:
@@ -170,16 +349,7 @@ def test_T3_06_workspace_is_exact(on_fake: FakeDriver) -> None:
     """As large as workspace_bytes says is enough; half of the scratch is refused before any launch."""
     from fmha_dispatch.device import describe
 
-    problem = dense_decode_problem(
-        dtype="bfloat16",
-        batch_size=1,
-        q_len=4,
-        kv_len=131072,
-        num_heads_q=HQ,
-        num_heads_kv=HKV,
-        head_dim=D,
-        page_size=PAGE,
-    )
+    problem = dense_problem(q_len=4, kv_len=131072)
     need = workspace_bytes(problem, describe(0))
     assert need > 0
     tables = FakeTensor((1, 131072 // PAGE), "int32")

@@ -121,9 +121,27 @@ def test_a_failing_encode_names_slot_and_arguments_and_is_not_remembered(fake: F
     assert fake.launches[-1].tensor_map_addr(TMA_K) == BUFFERS["k"]
 
 
-def test_a_misaligned_tensor_is_explained(fake: FakeDriver) -> None:
-    with pytest.raises(DriverError, match=r"tmaQ_: address is \d+, must be 16-byte aligned"):
-        warm().launch(q=BUFFERS["q"] + 2)
+@pytest.mark.parametrize(
+    "name, off",
+    [
+        *(("q", 2), ("k", 8), ("v", 4), ("o", 2), ("o", 8), ("seq_lens", 2), ("block_tables", 1)),
+        *(("cum_seq_lens_q", 2), ("sinks", 2), ("lse", 1), ("bmm1_scale_log2_ptr", 2), ("bmm2_scale_ptr", 3)),
+    ],
+)
+def test_a_misaligned_tensor_is_refused_before_anything_is_called(fake: FakeDriver, name: str, off: int) -> None:
+    """T4.25: on the GPU it would cost the context."""
+    plan = warm()
+    fake.clear()
+    with pytest.raises(InvalidArgument, match="is not aligned"):
+        plan.launch(**{name: (BUFFERS[name] or 0x7F70_0000_0000) + off})
+    assert fake.calls() == []
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "o", "seq_lens", "block_tables"])
+def test_a_tensor_without_memory_is_refused(fake: FakeDriver, name: str) -> None:
+    with pytest.raises(InvalidArgument, match="has no memory"):
+        warm().launch(**{name: 0})
+    assert fake.launches == []
 
 
 @pytest.mark.parametrize("short", [1, 10**6])
@@ -239,7 +257,9 @@ def test_threads_share_a_launcher(fake: FakeDriver) -> None:
         stream = fake.new_stream()
         try:
             for step in range(50):
-                plan.launch(stream=stream, q=0x7F00_0000_0000 + 4096 * (index * 50 + step), o=0x7F30_0000_0000 + index)
+                plan.launch(
+                    stream=stream, q=0x7F00_0000_0000 + 4096 * (index * 50 + step), o=0x7F30_0000_0000 + 16 * index
+                )
         except BaseException as error:
             errors.append(error)
 
@@ -255,7 +275,7 @@ def test_threads_share_a_launcher(fake: FakeDriver) -> None:
     counters: dict[int, set[int]] = {}
     for launch in launches:
         # Each launch has its own thread's query, whatever map another thread has put in the cache meanwhile.
-        index = launch.pointer(PTR_O) - 0x7F30_0000_0000
+        index = (launch.pointer(PTR_O) - 0x7F30_0000_0000) // 16
         assert 0 <= (launch.tensor_map_addr(TMA_Q) - 0x7F00_0000_0000) // 4096 - 50 * index < 50
         counters.setdefault(launch.stream, set()).add(launch.pointer(PTR_COUNTER))
     assert all(len(sets) == 1 for sets in counters.values())

@@ -96,7 +96,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert out == "7"
 
 
-@pytest.mark.parametrize("call", ["plan.launch()", "plan.launcher.prepare()", "describe(0)", "warm()"])
+@pytest.mark.parametrize("call", ["plan.launch()", "describe(0)", "warm()"])
 def test_t4_15_fork_after_load_is_a_clear_error_in_the_child(fake_libcuda: Path, call: str) -> None:
     out = run(
         """
