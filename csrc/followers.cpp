@@ -44,8 +44,6 @@ std::string reduction_function(const Problem& p, const Row& row) {
 
 const char* reduction_cubin(DataType dtype_o) {
   switch (dtype_o) {
-    case DataType::kE2m1:
-      return "trtllm-gen-reduction/sm100f_reduction_e2m1.cubin";
     case DataType::kE4m3:
       return "trtllm-gen-reduction/sm100f_reduction_e4m3.cubin";
     case DataType::kFp16:

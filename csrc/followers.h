@@ -38,7 +38,8 @@ struct Reduction {
 // Whether `row` leaves its partial results to a separate kernel.
 bool reduces_separately(const Row& row);
 
-// Our kernel that does it for this output, by its path in the lock.
+// Our kernel that does it for this output, by its path in the lock. E2M1 has none: rows that would need it are not
+// chosen.
 const char* reduction_cubin(DataType dtype_o);
 
 // The launch of that kernel.

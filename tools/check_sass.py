@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Reads the machine code of the hopper pack and checks what the source promises.
+"""Reads the machine code of our packs and checks what the source promises.
 
-* Matrix products are wgmma (HGMMA); none is the older HMMA.
+* Matrix products of the hopper family are wgmma (HGMMA); none anywhere is the older HMMA.
 * No local memory (LDL, STL).
+* Kernels let the next one start (PREEXIT, griddepcontrol.launch_dependents).
 * The wait for prerequisite grids (ACQBULK, griddepcontrol.wait) comes before global memory is touched: nothing in front
   of it in the code reads or writes global memory, and no jump in front of it leads past it.
 
@@ -26,7 +27,8 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
-PACK = Path(__file__).resolve().parent.parent / "fmha_dispatch/data/hopper.zip"
+DATA = Path(__file__).resolve().parent.parent / "fmha_dispatch/data"
+PACKS = ("hopper.zip", "trtllm_gen.zip")
 
 LABEL = re.compile(r"^(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*);")
@@ -42,8 +44,12 @@ def find_nvdisasm() -> str | None:
     return shutil.which("nvdisasm")
 
 
-def faults(listing: str) -> tuple[list[str], Counter[str]]:
-    """What is wrong with one kernel's listing, and how often each opcode occurs."""
+def faults(listing: str, multiplies: bool = True) -> tuple[list[str], Counter[str]]:
+    """What is wrong with one kernel's listing, and how often each opcode occurs.
+
+    Args:
+        multiplies: the kernel has matrix products.
+    """
     code: list[tuple[int, str, str]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -53,8 +59,10 @@ def faults(listing: str) -> tuple[list[str], Counter[str]]:
             code.append((int(found[1], 16), found[2], found[3]))
     counts = Counter(opcode.split(".")[0] for _, opcode, _ in code)
     wrong = [f"{counts[name]} {name}" for name in ("HMMA", "LDL", "STL") if counts[name]]
-    if not counts["HGMMA"]:
+    if multiplies and not counts["HGMMA"]:
         wrong.append("no HGMMA")
+    if not counts["PREEXIT"]:
+        wrong.append("no PREEXIT")
     wait = next((i for i, (_, opcode, _) in enumerate(code) if opcode == "ACQBULK"), None)
     if wait is None:
         return [*wrong, "no ACQBULK"], counts
@@ -76,17 +84,18 @@ def main() -> int:
     if nvdisasm is None:
         print("check_sass: no nvdisasm: pip install nvidia-cuda-nvdisasm", file=sys.stderr)
         return 1
-    failed = False
-    with zipfile.ZipFile(PACK) as pack, tempfile.TemporaryDirectory() as folder:
-        names = [name for name in pack.namelist() if re.search(args.regex, name)]
-        for name in names:
-            path = pack.extract(name, folder)
-            listing = subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
-            wrong, counts = faults(listing)
-            failed |= bool(wrong)
-            seen = f"{counts['HGMMA']} HGMMA, {counts['UTMALDG']} UTMALDG, {sum(counts.values())} instructions"
-            print(f"{name}: {'; '.join(wrong) or 'ok'} ({seen})")
-    if not names:
+    failed = found = False
+    for archive in PACKS:
+        with zipfile.ZipFile(DATA / archive) as pack, tempfile.TemporaryDirectory() as folder:
+            for name in filter(re.compile(args.regex).search, pack.namelist()):
+                found = True
+                path = pack.extract(name, folder)
+                listing = subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
+                wrong, counts = faults(listing, multiplies=name.startswith("hopper/"))
+                failed |= bool(wrong)
+                seen = f"{counts['HGMMA']} HGMMA, {counts['UTMALDG']} UTMALDG, {sum(counts.values())} instructions"
+                print(f"{name}: {'; '.join(wrong) or 'ok'} ({seen})")
+    if not found:
         print(f"check_sass: nothing matches {args.regex!r}", file=sys.stderr)
         return 1
     return 2 if failed else 0

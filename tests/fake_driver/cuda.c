@@ -22,7 +22,7 @@ typedef struct {
   unsigned num_attributes;
 } LaunchConfig;
 
-enum { ATTRIBUTE_CLUSTER = 4, KERNEL_PARAMS_BYTES = 1280 };
+enum { ATTRIBUTE_CLUSTER = 4 };
 enum { FUNCTION_STATIC_SMEM = 1, FUNCTION_MAX_DYNAMIC_SMEM = 8, FUNCTION_NON_PORTABLE_CLUSTER = 14 };
 
 #define ARGS(...) \
@@ -334,6 +334,17 @@ int cuTensorMapEncodeTiled(void* map, int dtype, uint32_t rank, void* address, c
   return finish(record, OK);
 }
 
+// One behind the other, without padding.
+static void attach_parameters(Record* record, void** params, const Parameters* layout) {
+  char bytes[2048];
+  size_t size = 0;
+  for (int i = 0; i < layout->count; ++i) {
+    memcpy(bytes + size, params[i], layout->bytes[i]);
+    size += layout->bytes[i];
+  }
+  attach_blob(record, bytes, size);
+}
+
 int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** params, void** extra) {
   uint64_t args[MAX_ARGS] = {config->grid[0],  config->grid[1],       config->grid[2], config->block[0],
                              config->block[1], config->block[2],      config->smem,    U(function),
@@ -347,7 +358,7 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** params, 
     if (is_cluster) cluster = attribute->cluster[0] * attribute->cluster[1] * attribute->cluster[2];
   }
   Record* record = begin("cuLaunchKernelEx", config->stream, 10 + 4 * (int)config->num_attributes, args);
-  attach_blob(record, params[0], KERNEL_PARAMS_BYTES);
+  attach_parameters(record, params, parameters_of(function));
   if (record->result != OK) return finish(record, record->result);
 
   Context* context = current_context();

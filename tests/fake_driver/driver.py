@@ -79,7 +79,7 @@ class Launch:
     stream: int
     device: int
     result: int
-    params: bytes  # the KernelParams
+    params: bytes  # the parameters one behind the other; the KernelParams, and for a follower what it takes besides
 
     @property
     def cluster(self) -> int:
@@ -150,6 +150,10 @@ class FakeDriver:
     ) -> None:
         self.library.fake_set_device(device, sm // 10, sm % 10, sm_count, max_smem_bytes)
         self.library.fake_set_version(version)
+
+    def set_parameters(self, kernel: str, sizes: tuple[int, ...]) -> None:
+        """Bytes of each parameter of `kernel`; without this a kernel takes one KernelParams."""
+        self.library.fake_set_parameters(kernel.encode(), len(sizes), (ctypes.c_int * len(sizes))(*sizes))
 
     def fail(self, name: str, code: int, *, skip: int = 0, times: int = 1) -> None:
         """Calls of `name` give `code` after `skip` more that work; `times` -1 is for ever."""

@@ -8,7 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_STREAMS = 4096, MAX_LIBRARIES = 1024, MAX_FAILURES = 32 };
+enum { MAX_STREAMS = 4096, MAX_LIBRARIES = 1024, MAX_FAILURES = 32, MAX_PARAMETERS = 64 };
 
 typedef struct {
   char* address;
@@ -49,6 +49,8 @@ static Allocation* allocations;
 static size_t num_allocations, allocation_capacity;
 static Injected injected[MAX_FAILURES];
 static size_t num_injected;
+static Parameters parameters[MAX_PARAMETERS];
+static size_t num_parameters;
 static Delay delay;
 static uint64_t last_id;
 
@@ -189,6 +191,16 @@ Kernel* new_kernel(Library* library, const char* name) {
   return kernel;
 }
 
+const Parameters* parameters_of(const void* function) {
+  static const Parameters kernel_params = {"", 1, {1280}};
+  const Kernel* kernel = function;
+  if (kernel->kind == FUNCTION) kernel = ((const Function*)function)->kernel;
+  if (kernel->kind == KERNEL)
+    for (size_t i = 0; i < num_parameters; ++i)
+      if (strcmp(parameters[i].kernel, kernel->name) == 0) return &parameters[i];
+  return &kernel_params;
+}
+
 uint64_t bytes_in_use(void) {
   uint64_t total = 0;
   for (size_t i = 0; i < num_libraries; ++i) total += libraries[i]->loaded ? libraries[i]->size : 0;
@@ -213,7 +225,7 @@ void fake_reset(int num_devices) {
   pthread_mutex_lock(&lock);
   for (size_t i = 0; i < num_streams; ++i) streams[i].alive = 0;
   for (size_t i = 0; i < num_libraries; ++i) libraries[i]->loaded = 0;
-  num_streams = num_libraries = num_kernels = num_injected = 0;
+  num_streams = num_libraries = num_kernels = num_injected = num_parameters = 0;
   memset(&delay, 0, sizeof delay);
   recording = 1;
   fake_num_devices = num_devices;
@@ -230,6 +242,15 @@ void fake_reset(int num_devices) {
 
 void fake_set_device(int device, int major, int minor, int sm_count, int max_smem) {
   fake_devices[device] = (Device){major, minor, sm_count, max_smem};
+}
+
+void fake_set_parameters(const char* kernel, int count, const int* bytes) {
+  if (num_parameters == MAX_PARAMETERS) abort();
+  Parameters* set = &parameters[num_parameters++];
+  memset(set, 0, sizeof *set);
+  strncpy(set->kernel, kernel, sizeof set->kernel - 1);
+  set->count = count;
+  memcpy(set->bytes, bytes, count * sizeof *bytes);
 }
 
 void fake_set_version(int version) { fake_version = version; }

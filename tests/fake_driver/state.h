@@ -71,6 +71,13 @@ struct Kernel {
   Function functions[MAX_DEVICES];
 };
 
+// Sizes of a kernel's parameters, which the real driver knows from the ELF.
+typedef struct {
+  char kernel[128];
+  int count;
+  int bytes[16];
+} Parameters;
+
 // One driver call. Mirrored by ctypes in driver.py.
 typedef struct {
   char name[48];
@@ -108,4 +115,6 @@ int release(void* address);
 int is_allocated(const void* address, size_t size);
 Library* new_library(const void* image, size_t size);
 Kernel* new_kernel(Library* library, const char* name);
+// Those of the kernel behind a CUkernel or CUfunction: what fake_set_parameters said, else one KernelParams.
+const Parameters* parameters_of(const void* function);
 uint64_t bytes_in_use(void);
