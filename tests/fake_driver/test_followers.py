@@ -9,17 +9,20 @@ from typing import Any
 
 import golden
 import pytest
+from fake_tensor import FakeTensor
 
 from fake_driver.driver import FakeDriver, Launch
 from fake_driver.warm import BUFFERS, problem, tiny_cubin, warm
 from fmha_dispatch import _core, loader, store
-from fmha_dispatch.cubin import read_cubin
+from fmha_dispatch import plan as plan_module
+from fmha_dispatch.cubin import VerifiedCubin, read_cubin
 from fmha_dispatch.device import driver, open_device
 from fmha_dispatch.errors import DriverError, IntegrityError, InvalidArgument
 from fmha_dispatch.manifest import load_manifest
 from fmha_dispatch.plan import WORKSPACE_ALIGNMENT, Choice
 from fmha_dispatch.recorded_call import RecordedCall, read_call
 from fmha_dispatch.replay import replay
+from fmha_dispatch.tensors import view
 
 PARAMS = _core.KERNEL_PARAMS_BYTES
 PTR_PARTIAL_STATS, PTR_SOFTMAX_STATS, PTR_SCALE_SOFTMAX_LOG2 = 1016, 1096, 1056
@@ -246,3 +249,30 @@ def test_own_families_have_no_followers(fake: FakeDriver) -> None:
     with pytest.raises(InvalidArgument, match="other kernels follow this one"):
         function, context = plan.kernel.function, open_device(0).context
         _core.Launcher(driver(), problem(), plan.manifest, plan.decision, function, 0, context, "kernel", lse=function)
+
+
+def test_a_plan_brings_its_followers(
+    blackwell: FakeDriver, manifest: _core.Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it will for the GPUs of this family, once it serves any."""
+    shipped = store.find
+
+    def find(path: str) -> VerifiedCubin:
+        is_ours = path.startswith(("trtllm-gen-reduction/", "trtllm-gen-lse/"))
+        return shipped(path) if is_ours else tiny_cubin(path.split("/")[1].removesuffix(".cubin"), arch="sm_100f")
+
+    monkeypatch.setattr(store, "find", find)
+    monkeypatch.setattr(plan_module, "FAMILY_OF_SM", {100: "trtllm-gen"})
+    call = read_call(next(recorded(reduction=True))["problem"])
+    call.problem.has_lse = True
+    workspace = view("workspace_buffer", FakeTensor((64 << 20,), "uint8", ptr=BUFFERS["scratch"]))
+    made = plan_module.DecodePlan.create(
+        call.problem, 0, stream=blackwell.new_stream(), workspace=workspace, value_offset=0, out_dtype="bfloat16"
+    )
+    blackwell.clear()
+    made.launcher.launch(**(BUFFERS | {"lse": 0x2000}))
+    assert [len(launch.params) for launch in blackwell.launches] == [
+        PARAMS,
+        _core.REDUCTION_PARAM_BYTES - 1,  # without the byte that pads its three flags
+        LSE_ARGUMENTS.size,
+    ]
