@@ -12,7 +12,7 @@ from fmha_dispatch.plan import WORKSPACE_ALIGNMENT, Choice, choose
 from fmha_dispatch.problem import dense_decode_problem
 
 # The GPU that a call is planned for when none is named: NVIDIA H200.
-H200 = {"sm": 90, "sm_count": 132, "max_smem_bytes": 232448, "max_cluster_size": 8}
+H200: dict[str, Any] = {"sm": 90, "sm_count": 132, "max_smem_bytes": 232448, "max_cluster_size": 8}
 
 # GPUs whose kernels can be chosen, though not launched from here: how many SMs, in GPCs of how many.
 BLACKWELL_FAMILY = "trtllm-gen"
