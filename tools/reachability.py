@@ -19,9 +19,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fmha_dispatch._core import DataType, KernelType, MaskType, MultiCtasKvMode, QkvLayout, SparseMlaType, TileScheduler
-
 from fmha_dispatch import _core
+from fmha_dispatch._core import DataType, KernelType, MaskType, MultiCtasKvMode, QkvLayout, SparseMlaType, TileScheduler
 from fmha_dispatch.manifest import load_manifest
 
 MLA_HEAD_DIMS = ((576, 512), (320, 256))

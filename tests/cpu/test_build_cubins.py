@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fmha_dispatch._core import Manifest
 
 from fmha_dispatch import _core
+from fmha_dispatch._core import Manifest
 from fmha_dispatch.lockfile import Artifact, Family, LockFile, Toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
