@@ -232,7 +232,13 @@ void bind_manifest(nb::module_& m) {
             try {
               std::vector<std::unique_ptr<std::string>> strings;
               std::vector<Row> parsed;
-              for (nb::handle row : rows) parsed.push_back(row_from_dict(nb::cast<nb::dict>(row), strings));
+              for (nb::handle row : rows) {
+                nb::dict fields;
+                if (!nb::try_cast(row, fields)) {
+                  throw ManifestError(std::string("kernel manifest: no row: ") + nb::repr(row).c_str());
+                }
+                parsed.push_back(row_from_dict(fields, strings));
+              }
               const std::string bytes = Manifest::pack(parsed);
               return nb::bytes(bytes.data(), bytes.size());
             } catch (const ManifestError& error) {

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from fmha_dispatch.console import silence_stdout
-from fmha_dispatch.errors import ExitCode, FmhaError
-from fmha_dispatch.settings import VARIABLES, Settings
+from fmha_dispatch.errors import ExitCode, FmhaError, InvalidArgument
+from fmha_dispatch.settings import VARIABLES, Settings, redact_text
 
 # Name -> module with add_arguments(parser) and run(args) -> exit code, and one line of help. A module is imported when
 # its command is asked for, so that no command pays for another's imports.
@@ -44,9 +44,9 @@ _MEANING = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """A wrong command line is the user's error; argparse's own code 2 means a bug here."""
+        """A wrong command line is the user's error, reported like any other; argparse's own code 2 means a bug here."""
         self.print_usage(sys.stderr)
-        self.exit(ExitCode.USER, f"{self.prog}: error: {message}\n")
+        raise InvalidArgument(redact_text(message), fix=f"{self.prog} --help")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -76,12 +76,13 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code. Never raises, except for what argparse exits with."""
+    """Runs one command; the exit code. Never raises, except for the exit of ``--help``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if not word.startswith("-")), None)
     wants_json = "--json" in arguments
     try:
         args = build_parser(command).parse_args(arguments)
+        wants_json = args.json  # argparse takes abbreviations
         args.settings = Settings.from_environment()
         _log_to_stderr(args.settings.log_level)
         code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(error.to_json(), f"error: {error}", wants_json)
         return int(error.exit_code)
     except KeyboardInterrupt:
-        print("fmha-dispatch: interrupted", file=sys.stderr)
+        _report({"kind": "KeyboardInterrupt", "message": "interrupted"}, "interrupted", wants_json)
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         silence_stdout()

@@ -1,10 +1,19 @@
-"""Standard output of commands whose reader may go away, as in ``fmha-dispatch verify | head``."""
+"""What commands share at the terminal: paths in, and a stdout whose reader may go away, as in ``verify | head``."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
+from pathlib import Path
+
+
+def path_option(text: str) -> Path:
+    """A path from the command line. A URL is none, and would show its password wherever the path is named."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError("a path belongs here, not a URL")
+    return Path(text)
 
 
 def silence_stdout() -> None:

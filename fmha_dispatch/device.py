@@ -17,6 +17,7 @@ PORTABLE_CLUSTER_SIZE = 8
 
 _lock = threading.Lock()
 _opened: dict[int, OpenDevice] = {}
+_initialised_by: int | None = None  # the process that called cuInit: nothing of the driver survives a fork
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class OpenDevice:
         context: the primary ``CUcontext``.
         context_id: its identity; another one after a reset of the context.
         properties: what the selector may know.
-        pid: the process that opened it; handles do not survive a fork.
     """
 
     ordinal: int
@@ -37,7 +37,6 @@ class OpenDevice:
     context: int
     context_id: int
     properties: _core.Device
-    pid: int
 
 
 @functools.cache
@@ -90,15 +89,16 @@ def open_device(ordinal: int) -> OpenDevice:
         DeviceError: no driver, no such GPU, or a forked process.
         DriverError: the driver refused.
     """
+    # Before any lock: one that another thread held during the fork stays held for ever, here and in the loader.
+    if _initialised_by not in (None, os.getpid()):
+        raise DeviceError(
+            "this process was forked after CUDA was initialised",
+            found=f"process {_initialised_by} initialised it",
+            fix="start workers with the spawn or forkserver method, or fork before the first GPU call",
+        )
     with _lock:
         known = _opened.get(ordinal)
         if known is not None:
-            if known.pid != os.getpid():
-                raise DeviceError(
-                    "this process was forked after CUDA was initialised",
-                    found=f"cuda:{ordinal} was opened by process {known.pid}",
-                    fix="start workers with the spawn or forkserver method, or fork before the first GPU call",
-                )
             code, context_id = bindings().cuCtxGetId(known.context)
             if code == 0 and int(context_id) == known.context_id:
                 return known
@@ -115,9 +115,28 @@ def describe(ordinal: int) -> _core.Device:
     return open_device(ordinal).properties
 
 
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# For a fork between taking the lock and calling cuInit, after which the child may still use the driver.
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def _initialise() -> None:
+    global _initialised_by
+    before, _initialised_by = _initialised_by, os.getpid()
+    try:
+        call("cuInit", 0, doing="initialising the driver")
+    except DriverError:
+        _initialised_by = before
+        raise
+
+
 def _open(ordinal: int) -> OpenDevice:
     cuda = bindings()
-    call("cuInit", 0, doing="initialising the driver")
+    _initialise()
     count = call("cuDeviceGetCount", doing="counting GPUs")
     if not 0 <= ordinal < count:
         raise DeviceError("no such GPU", asked=f"cuda:{ordinal}", found=f"{count} GPU(s)")
@@ -138,4 +157,4 @@ def _open(ordinal: int) -> OpenDevice:
     name = call("cuDeviceGetName", 128, handle, doing=f"naming cuda:{ordinal}")
     context = call("cuDevicePrimaryCtxRetain", handle, doing=f"retaining the primary context of cuda:{ordinal}")
     context_id = call("cuCtxGetId", context, doing=f"identifying the primary context of cuda:{ordinal}")
-    return OpenDevice(ordinal, name.split(b"\0", 1)[0].decode(), int(context), int(context_id), properties, os.getpid())
+    return OpenDevice(ordinal, name.split(b"\0", 1)[0].decode(), int(context), int(context_id), properties)

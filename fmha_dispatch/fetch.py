@@ -24,7 +24,7 @@ import urllib3.connectionpool
 from fmha_dispatch.cubin import VerifiedCubin, verify
 from fmha_dispatch.errors import FetchError, FmhaError, IntegrityError
 from fmha_dispatch.lockfile import Artifact
-from fmha_dispatch.settings import Settings, redact
+from fmha_dispatch.settings import Settings, redact, redact_text
 
 _log = logging.getLogger("fmha_dispatch")
 
@@ -41,16 +41,16 @@ class _Failure(Exception):
 
     Attributes:
         passing: the same request may succeed later.
-        poisoned: the mirror serves wrong bytes; nothing of it is to be trusted in this run.
+        wrong: what came was not the artifact; asking again would bring the same.
         wait_s: what the server asked to wait.
     """
 
     def __init__(
-        self, reason: str, *, passing: bool = False, poisoned: IntegrityError | None = None, wait_s: float | None = None
+        self, reason: str, *, passing: bool = False, wrong: IntegrityError | None = None, wait_s: float | None = None
     ) -> None:
         self.reason = reason
         self.passing = passing
-        self.poisoned = poisoned
+        self.wrong = wrong
         self.wait_s = wait_s
         super().__init__(reason)
 
@@ -73,7 +73,8 @@ class Fetcher:
     def __init__(self, settings: Settings, *, connections: int = 1) -> None:
         self.limits = settings.limits
         self._cancelled = threading.Event()
-        self._bad_hosts: dict[str, IntegrityError] = {}
+        self._wrong: dict[str, set[str]] = {}  # base URL -> artifacts that came as other bytes
+        self._sound: set[str] = set()  # base URLs that gave a verified artifact
         self._deadline = _Deadline()
         self._session = _session(self._deadline, connections)
 
@@ -92,6 +93,9 @@ class Fetcher:
     def fetch(self, artifact: Artifact, urls: Sequence[str]) -> VerifiedCubin:
         """The first verified bytes that one of `urls` gives.
 
+        Every body is checked, so wrong bytes of one URL say nothing about the next. Only a base URL that gave several
+        artifacts wrong and none right, as a login page does, is not asked again by this session.
+
         Raises:
             IntegrityError: servers answered, but every answer was wrong bytes.
             FetchError: nothing was delivered, with each attempt.
@@ -101,10 +105,10 @@ class Fetcher:
         hosts = frozenset(_origin(url)[1] for url in urls)
         tried: list[_Tried] = []
         for url in urls:
-            if before := self._bad_hosts.get(_origin(url)[1]):
-                tried.append(
-                    _Tried(url, _Failure(f"skipped, it served wrong bytes: {before.message}", poisoned=before))
-                )
+            base = _base(url, artifact)
+            if base not in self._sound and (wrong := len(self._wrong.get(base, ()))) >= self.limits.wrong_artifacts:
+                unasked = IntegrityError(f"{artifact.path}: not asked for", asked=f"sha256 {artifact.sha256}")
+                tried.append(_Tried(url, _Failure(f"skipped: {wrong} artifacts wrong, none right", wrong=unasked)))
                 continue
             for attempt in range(self.limits.tries):
                 try:
@@ -112,13 +116,14 @@ class Fetcher:
                     cubin = self._verified(data, artifact)
                 except _Failure as failure:
                     tried.append(_Tried(url, failure))
-                    if failure.poisoned:
-                        self._bad_hosts[_origin(url)[1]] = failure.poisoned
+                    if failure.wrong:
+                        self._wrong.setdefault(base, set()).add(artifact.path)
                     if not failure.passing or attempt + 1 == self.limits.tries:
                         break
                     if not self._wait(self._pause(attempt, failure.wait_s), until):
                         break
                 else:
+                    self._sound.add(base)
                     if tried:
                         _log.info("%s: fetched after %s", artifact.path, "; ".join(map(str, tried)))
                     return cubin
@@ -126,11 +131,11 @@ class Fetcher:
 
     def _error(self, artifact: Artifact, tried: list[_Tried], seconds: float) -> FmhaError:
         attempts = [str(attempt) for attempt in tried]
-        poisoned = [attempt.failure.poisoned for attempt in tried if attempt.failure.poisoned]
-        if poisoned and len(poisoned) == len(tried):
+        wrong = [attempt.failure.wrong for attempt in tried if attempt.failure.wrong]
+        if wrong and len(wrong) == len(tried):
             return IntegrityError(
-                f"every mirror serves wrong bytes: {poisoned[0].message}",
-                asked=poisoned[0].asked,
+                f"every mirror serves wrong bytes: {wrong[0].message}",
+                asked=wrong[0].asked,
                 found="; ".join(attempts),
                 fix="set FMHA_DISPATCH_MIRRORS to a mirror of this version",
             )
@@ -146,7 +151,7 @@ class Fetcher:
         try:
             return verify(data, artifact)
         except IntegrityError as error:
-            raise _Failure(f"wrong bytes: {error}", poisoned=error) from None
+            raise _Failure(f"wrong bytes: {error}", wrong=error) from None
 
     def _pause(self, attempt: int, asked_s: float | None) -> float:
         if asked_s is not None and asked_s > 0:
@@ -204,7 +209,7 @@ class Fetcher:
             wrong = IntegrityError(
                 f"{artifact.path}: wrong size", asked=f"{artifact.size} bytes", found=f"{length[:20]} bytes of {kind}"
             )
-            raise _Failure(f"wrong bytes: {wrong}", poisoned=wrong)
+            raise _Failure(f"wrong bytes: {wrong}", wrong=wrong)
         body = bytearray()
         started = time.monotonic()
         while True:
@@ -214,7 +219,7 @@ class Fetcher:
                 break
             if len(body) > artifact.size:
                 wrong = IntegrityError(f"{artifact.path}: wrong size", asked=f"{artifact.size} bytes", found="more")
-                raise _Failure(f"wrong bytes: {wrong}", poisoned=wrong)
+                raise _Failure(f"wrong bytes: {wrong}", wrong=wrong)
             passed = time.monotonic() - started
             if passed > self.limits.min_rate_after_s and len(body) < passed * self.limits.min_bytes_per_s:
                 raise _Failure(f"too slow: {len(body)} bytes in {passed:.0f} s")
@@ -227,7 +232,7 @@ def _failure_of(error: Exception) -> _Failure:
     """A named reason for what requests and urllib3 raise; whether it may pass."""
     # requests wraps what urllib3 wraps: the innermost says what happened, without the URL.
     inner = error.args[0] if error.args else error
-    text = redact(str(getattr(inner, "reason", inner)))[:300]
+    text = redact_text(str(getattr(inner, "reason", inner)))[:300]
     if isinstance(error, requests.exceptions.SSLError):
         return _Failure(f"TLS: {text}")
     if isinstance(error, requests.exceptions.ProxyError):
@@ -254,6 +259,11 @@ def _retry_after(response: requests.Response) -> float | None:
         return None
 
 
+def _base(url: str, artifact: Artifact) -> str:
+    """What `url` shares with those of the other artifacts of a family: mirrors on one host are still several."""
+    return url.partition("?")[0].removesuffix(urllib.parse.quote(artifact.path.partition("/")[2]))
+
+
 def _origin(url: str) -> tuple[str, str]:
     parts = urllib.parse.urlsplit(url)
     return parts.scheme, parts.netloc.rpartition("@")[2].lower()
@@ -263,8 +273,9 @@ def _redirect(url: str, location: str, hosts: frozenset[str]) -> str:
     """The URL that a redirect leads to, if it may be followed: to a known host, never from https to http."""
     target = urllib.parse.urljoin(url, location[:4096])
     scheme, host = _origin(target)
-    parts = urllib.parse.urlsplit(target)
-    if not location or scheme not in ("http", "https") or parts.username is not None:
+    # A relative target keeps the credentials that belong to its host; a server may hand out none.
+    given = urllib.parse.urlsplit(location)
+    if not location or scheme not in ("http", "https") or given.username is not None:
         raise _Failure(f"redirected to {redact(target)[:200]!r}, refused")
     if host not in hosts:
         raise _Failure(f"redirected to host {host[:200]!r}, which is no mirror, refused")

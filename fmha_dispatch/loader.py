@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fmha_dispatch import _core
 from fmha_dispatch.device import OpenDevice, bindings, call, driver, open_device
-from fmha_dispatch.errors import DeviceError, IntegrityError, NotPrepared
+from fmha_dispatch.errors import DeviceError, DriverError, IntegrityError, NotPrepared
 
 if TYPE_CHECKING:
     from fmha_dispatch.cubin import VerifiedCubin
@@ -32,7 +32,7 @@ class LoadedKernel:
         context_id: identity of the context.
         device: CUDA ordinal.
         load_seconds: time that the driver took.
-        device_bytes: device memory that loading took, as far as the driver tells.
+        device_bytes: device memory that loading took; 0 if the driver does not tell.
     """
 
     name: str
@@ -116,17 +116,21 @@ def runs_on(arch: str, sm: int) -> bool:
 
 def _load(cubin: VerifiedCubin, device: OpenDevice) -> LoadedKernel:
     started = time.perf_counter()
-    with _relaxed_capture():
-        free_before = _free_bytes()
-        doing = f"loading {cubin.name} ({cubin.arch}, {len(cubin.data)} bytes) on cuda:{device.ordinal}"
-        facts = {"found": _facts(cubin, device)}
-        library = call("cuLibraryLoadData", cubin.data, [], [], 0, [], [], 0, doing=doing, **facts)
-        try:
-            kernel = _kernel(library, cubin, device, doing, facts)
-        except BaseException:
-            bindings().cuLibraryUnload(library)
-            raise
-        device_bytes = max(0, free_before - _free_bytes())
+    doing = f"loading {cubin.name} ({cubin.arch}, {len(cubin.data)} bytes) on cuda:{device.ordinal}"
+    facts = {"found": _facts(cubin, device)}
+    with contextlib.ExitStack() as undo:
+        with _relaxed_capture():
+            free_before = _free_bytes()
+            library = call("cuLibraryLoadData", cubin.data, [], [], 0, [], [], 0, doing=doing, **facts)
+            undo.callback(bindings().cuLibraryUnload, library)
+            try:
+                kernel = _kernel(library, cubin, device, doing, facts)
+                free_after = _free_bytes()
+            except BaseException:
+                undo.close()  # while unloading cannot break another thread's capture
+                raise
+        undo.pop_all()
+    device_bytes = 0 if free_before is None or free_after is None else max(0, free_before - free_after)
     return LoadedKernel(
         name=cubin.name,
         function=int(kernel),
@@ -167,9 +171,12 @@ def _facts(cubin: VerifiedCubin, device: OpenDevice) -> str:
     )
 
 
-def _free_bytes() -> int:
-    free, _ = bindings().cuMemGetInfo()[1:]
-    return int(free)
+def _free_bytes() -> int | None:
+    """Free memory of the current device; None if the driver does not tell, which is no reason not to load."""
+    try:
+        return int(call("cuMemGetInfo", doing="asking for free memory"))
+    except DriverError:
+        return None
 
 
 @contextlib.contextmanager

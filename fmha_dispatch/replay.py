@@ -10,13 +10,17 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fmha_dispatch import _core
+from fmha_dispatch.console import path_option
 from fmha_dispatch.errors import ExitCode, InvalidArgument
 from fmha_dispatch.recorded_call import CallRefused, RecordedCall, read_call
+from fmha_dispatch.settings import LIMITS, Limits
 
 FAMILY = "trtllm-gen"
+
+_STANDARD = Path("-")
 
 _SLOTS = ("tmaQ_", "tmaK_", "tmaKSlidingWindowKvPool_", "tmaV_", "tmaO_", "tmaKSf_", "tmaVSf_")
 _CLUSTER_DIMENSION, _CLUSTER_POLICY, _PROGRAMMATIC_SERIALIZATION = 4, 5, 6  # CUlaunchAttributeID
@@ -26,24 +30,32 @@ _LSE_FUNCTION = "_ZN10flashinfer22ComputeLSEFromMDKernelEP6float2Pfilli"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Input and output files."""
-    parser.add_argument("input", metavar="IN", help="calls, one JSON object a line; .gz is unpacked; - reads stdin")
+    parser.add_argument(
+        "input", type=path_option, metavar="IN", help="calls, one JSON object a line; .gz is unpacked; - reads stdin"
+    )
     parser.add_argument("--trace", action="store_true", help="add how the rules came to each decision")
-    parser.add_argument("--out", metavar="OUT", help="decisions, one JSON object a line; .gz is packed; default stdout")
+    parser.add_argument(
+        "--out",
+        type=path_option,
+        default=_STANDARD,
+        metavar="OUT",
+        help="decisions, one JSON object a line; .gz is packed; default stdout",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Replays a file of calls. Exit code 1 if a line is no call at all; the others are still answered.
 
     Raises:
-        InvalidArgument: a file cannot be opened.
+        InvalidArgument: a file cannot be opened, or a line has no end; the lines before it are answered.
     """
     from fmha_dispatch.manifest import load_manifest
 
     manifest = load_manifest(FAMILY)
     malformed = 0
     try:
-        with _open(args.input, "r") as lines, _open(args.out or "-", "w") as out:
-            for record in replay_lines(lines, manifest, trace=args.trace):
+        with _open(args.input, "r") as lines, _open(args.out, "w") as out:
+            for record in replay_lines(_bounded(lines), manifest, trace=args.trace):
                 malformed += record["status"] == "malformed"
                 out.write(json.dumps(record, separators=(",", ":")) + "\n")
     except BrokenPipeError:
@@ -53,18 +65,46 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.USER if malformed else ExitCode.OK
 
 
+def _bounded(stream: TextIO, limits: Limits = LIMITS) -> Iterator[str]:
+    """The lines of `stream`, one that is longer than a call may be as its beginning alone.
+
+    Raises:
+        InvalidArgument: a line whose end is not found within the limits.
+    """
+    number = 0
+    while line := stream.readline(limits.call_chars + 1):
+        number += 1
+        yield line
+        part = line
+        for _ in range(limits.call_lines):
+            if len(part) <= limits.call_chars or part.endswith("\n"):
+                break
+            part = stream.readline(limits.call_chars + 1)
+        else:
+            raise InvalidArgument(
+                "cannot replay",
+                found=f"line {number} has no end within {limits.call_chars * limits.call_lines} characters",
+                fix="one recorded call a line",
+            )
+
+
 def replay_lines(lines: Iterable[str], manifest: _core.Manifest, *, trace: bool = False) -> Iterator[dict[str, Any]]:
-    """`replay` for every line that is not blank; a line may hold the call alone or under ``problem``."""
+    """`replay` for every line that is not blank; a line may hold the call alone or under ``problem``.
+
+    A line that is no call, or is longer than the limit ``call_chars``, gives a record of status ``malformed``.
+    """
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         call_id = None
         try:
+            if len(line.rstrip("\n")) > LIMITS.call_chars:
+                raise ValueError(f"longer than {LIMITS.call_chars} characters")
             recorded = json.loads(line)
             recorded = recorded.get("problem", recorded)
             call_id = recorded.get("id")
             yield replay(recorded, manifest, trace=trace)
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             message = f"line {number} is no recorded call: {type(error).__name__}: {error}"
             yield _record(call_id, "malformed", error={"category": "malformed", "message": message})
 
@@ -194,10 +234,10 @@ def _lse_kernel(call: RecordedCall, pdl: dict[str, int]) -> dict[str, Any] | Non
     }
 
 
-def _open(path: str, mode: str) -> Any:
+def _open(path: Path, mode: str) -> Any:
     """A text stream as a context manager; ``-`` is a standard stream, which stays open."""
-    if path == "-":
+    if path == _STANDARD:
         return nullcontext(sys.stdin if mode == "r" else sys.stdout)
-    if path.endswith(".gz"):
+    if path.suffix == ".gz":
         return gzip.open(path, mode + "t", encoding="utf-8")
-    return Path(path).open(mode, encoding="utf-8")
+    return path.open(mode, encoding="utf-8")

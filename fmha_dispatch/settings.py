@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ class Limits:
         cubin_bytes: size of one cubin.
         table_bytes: size of a packed manifest table.
         elf_sections, elf_symbols, elf_relocations, elf_attributes: entries of a cubin that its reader will look at.
+        wrong_artifacts: artifacts that a base URL may give as wrong bytes, and none right, before it is given up.
+        call_chars: length of a recorded call, one line of JSON.
+        call_lines: lines of that length that are read past to find the end of a longer one.
         tries: requests to one mirror for one artifact.
         redirects: hops that one request may take.
         retry_after_s: longest wait that a server may ask for.
@@ -49,6 +53,9 @@ class Limits:
     elf_symbols: int = 1024
     elf_relocations: int = 2048
     elf_attributes: int = 2048
+    wrong_artifacts: int = 8
+    call_chars: int = 1 << 20
+    call_lines: int = 16
     tries: int = 4
     redirects: int = 3
     retry_after_s: float = 120.0
@@ -110,7 +117,9 @@ class Settings:
 
 
 def _bad(name: str, text: str, want: str) -> SettingError:
-    return SettingError(f"{name} has an unusable value", found=repr(text[:200]), fix=f"set it to {want}, or unset it")
+    # A URL in the wrong variable may hold a password as well as in the right one.
+    found = "a URL, not shown" if "://" in text or "@" in text else repr(text[:200])
+    return SettingError(f"{name} has an unusable value", found=found, fix=f"set it to {want}, or unset it")
 
 
 def _folder(name: str, text: str) -> Path:
@@ -145,40 +154,51 @@ def _seconds(name: str, text: str) -> Limits:
 
 
 def _mirrors(name: str, text: str) -> tuple[str, ...]:
-    return tuple(check_url(name, url) for url in text.split())
+    return tuple(check_url(name, url, position) for position, url in enumerate(text.split(), 1))
 
 
-def check_url(name: str, url: str) -> str:
-    """`url` if artifacts can be fetched below it.
+def check_url(name: str, url: str, position: int) -> str:
+    """`url`, the one at `position` (from 1) of `name`, if artifacts can be fetched below it.
 
     Raises:
-        SettingError: naming `name`; the message holds no password.
+        SettingError: naming `name`, the position and the scheme. The URL itself is not shown: where the password ends
+            cannot be told in one that is malformed.
     """
-    want = "base URLs (https, http, file) separated by spaces"
+    scheme = next((known for known in ("https", "http", "file") if url.lower().startswith(known + ":")), None)
     try:
         parts = urllib.parse.urlsplit(url)
         _ = parts.port
+        # A password with / ? or # ends the host early and leaves its @ behind.
+        hides_password = url.count("@") > parts.netloc.count("@")
+        has_host = bool(parts.netloc.rpartition("@")[2].partition(":")[0])
+        sound = scheme is not None and url.isascii() and url.isprintable() and " " not in url and not hides_password
+        sound = sound and (parts.path.startswith("/") and not parts.netloc if scheme == "file" else has_host)
     except ValueError:
-        raise _bad(name, redact(url), want) from None
-    printable = url.isascii() and url.isprintable()
-    if not printable or parts.scheme not in ("https", "http", "file"):
-        raise _bad(name, redact(url), want)
-    if (parts.scheme == "file") == bool(parts.netloc) or (parts.scheme == "file" and not parts.path.startswith("/")):
-        raise _bad(name, redact(url), want)
+        sound = False
+    if not sound:
+        raise SettingError(
+            f"{name} has an unusable value",
+            found=f"URL {position} ({scheme or 'another scheme'}) is malformed; not shown, as it may hold a password",
+            fix=f"set {name} to base URLs (https, http, file) separated by spaces, with special characters of user and "
+            "password as %XX, or leave it out",
+        )
     return url
 
 
 def redact(url: str) -> str:
     """`url` fit for a log: no user, no password, no query (it may be signed), no fragment."""
-    head, _, _ = url.partition("?")
-    head, _, _ = head.partition("#")
-    scheme, separator, rest = head.partition("://")
-    if not separator:
-        return head if "@" not in head else "***@" + head.rpartition("@")[2]
-    host, slash, path = rest.partition("/")
-    if "@" in host:
-        host = "***@" + host.rpartition("@")[2]
-    return scheme + separator + host + slash + path + ("?***" if "?" in url else "")
+    scheme, separator, rest = url.partition("://")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        scheme, separator, rest = "", "", url
+    # All up to the last @: a password may hold any character.
+    _, user, rest = rest.rpartition("@")
+    path = re.split("[?#]", rest, maxsplit=1)[0]
+    return scheme + separator + ("***@" if user else "") + path + ("?***" if "?" in rest else "")
+
+
+def redact_text(text: str) -> str:
+    """`text` with every URL in it redacted, for messages that other code has made."""
+    return re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://(?:.*@)?[^\s'\"<>)]*", lambda url: redact(url[0]), text)
 
 
 def _default_cache_dir(env: Mapping[str, str]) -> Path | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
+import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +31,11 @@ class Source(Protocol):
     name: str
 
     def size(self, artifact: Artifact) -> int | None:
-        """Bytes of what lies here under the artifact's name, unread and unverified; None: nothing."""
+        """Bytes of what lies here under the artifact's name, unread and unverified; None: nothing.
+
+        Raises:
+            StoreError, IntegrityError: as `read`, as far as a look at names tells.
+        """
         ...
 
     def read(self, artifact: Artifact) -> bytes | None:
@@ -67,33 +74,40 @@ class Pack:
         self.name = f"pack {path.name}"
 
     def size(self, artifact: Artifact) -> int | None:
-        return self._sizes.get(artifact.path)
+        return self._sizes.get(artifact.path) if self._may_hold(artifact) else None
+
+    def read(self, artifact: Artifact) -> bytes | None:
+        if not self._may_hold(artifact):
+            return None
+        with self._opened(artifact.path) as archive:
+            try:
+                entry = archive.getinfo(artifact.path)
+            except KeyError:
+                return None
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise zipfile.BadZipFile(f"compression method {entry.compress_type}")
+            with archive.open(entry) as file:
+                return file.read(artifact.size + 1)
+
+    def _may_hold(self, artifact: Artifact) -> bool:
+        return artifact.family in self.families and self.path.is_file()
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                return {entry.filename: entry.file_size for entry in archive.infolist()}
-        except (OSError, zipfile.BadZipFile):
-            return {}
+        with self._opened(self.path) as archive:
+            return {entry.filename: entry.file_size for entry in archive.infolist()}
 
-    def read(self, artifact: Artifact) -> bytes | None:
-        if artifact.family not in self.families or not self.path.is_file():
-            return None
+    @contextlib.contextmanager
+    def _opened(self, asked: object) -> Iterator[zipfile.ZipFile]:
         try:
             with zipfile.ZipFile(self.path) as archive:
-                try:
-                    entry = archive.getinfo(artifact.path)
-                except KeyError:
-                    return None
-                with archive.open(entry) as file:
-                    return file.read(artifact.size + 1)
+                yield archive
         except OSError as error:
-            raise StoreError(f"{self.name} cannot be read: {error.strerror or error}", asked=artifact.path) from error
+            raise StoreError(f"{self.name} cannot be read: {error.strerror or error}", asked=asked) from error
         # zipfile and zlib report damage in many ways; whatever they raise, these bytes are not the artifact's.
-        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError) as error:
             raise IntegrityError(
-                f"{self.name} is damaged: {error}", asked=artifact.path, fix="reinstall fmha-dispatch"
+                f"{self.name} is damaged: {error}", asked=asked, fix="reinstall fmha-dispatch"
             ) from error
 
 

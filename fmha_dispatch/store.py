@@ -74,14 +74,14 @@ class Store:
         if self.cache is not None:
             self.sources.append(self.cache)
         for url in settings.mirrors:
-            if url.startswith("file:"):
+            if _is_file(url):
                 self.sources.append(Folder(_path_of(url), "mirror"))
         self._told: set[str] = set()
 
     def urls(self, artifact: Artifact) -> list[str]:
         """Where `artifact` may be fetched: mirrors by its path, then repositories by its path within the family."""
         within = artifact.path.partition("/")[2]
-        bases = [(url, artifact.path) for url in self.settings.mirrors if not url.startswith("file:")]
+        bases = [(url, artifact.path) for url in self.settings.mirrors if not _is_file(url)]
         bases += [(url, within) for url in self.lock.families[artifact.family].repositories]
         return [join_url(base, path) for base, path in bases]
 
@@ -267,6 +267,10 @@ def join_url(base: str, path: str) -> str:
     parts = urllib.parse.urlsplit(base)
     joined = parts.path.rstrip("/") + "/" + urllib.parse.quote(path.lstrip("/"))
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, joined, parts.query, ""))
+
+
+def _is_file(url: str) -> bool:
+    return urllib.parse.urlsplit(url).scheme == "file"
 
 
 def _path_of(file_url: str) -> Path:

@@ -8,21 +8,20 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from fmha_dispatch.console import silence_stdout
+from fmha_dispatch.console import path_option, silence_stdout
 from fmha_dispatch.errors import InvalidArgument
 from fmha_dispatch.lockfile import Artifact, LockFile, installed_lock
-from fmha_dispatch.settings import check_url
+from fmha_dispatch.settings import check_url, redact_text
 from fmha_dispatch.store import Store
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Which lock, which layers, which artifacts."""
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="another cubins.lock than the installed one")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="folder of cubins that is looked at first")
-    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="instead of FMHA_DISPATCH_CACHE_DIR")
+    parser.add_argument("--lock", type=path_option, metavar="FILE", help="another cubins.lock than the installed one")
+    parser.add_argument("--folder", type=path_option, metavar="DIR", help="folder of cubins that is looked at first")
+    parser.add_argument("--cache-dir", type=path_option, metavar="DIR", help="instead of FMHA_DISPATCH_CACHE_DIR")
     parser.add_argument("--mirror", action="append", metavar="URL", help="instead of FMHA_DISPATCH_MIRRORS; repeatable")
     parser.add_argument("--offline", action="store_true", help="never open a connection")
     parser.add_argument("--family", action="append", metavar="NAME", help="only artifacts of this family; repeatable")
@@ -41,7 +40,8 @@ def open_store(args: argparse.Namespace) -> Store:
     if args.cache_dir is not None:
         settings = dataclasses.replace(settings, cache_dir=args.cache_dir.absolute())
     if args.mirror:
-        settings = dataclasses.replace(settings, mirrors=tuple(check_url("--mirror", url) for url in args.mirror))
+        mirrors = tuple(check_url("--mirror", url, position) for position, url in enumerate(args.mirror, 1))
+        settings = dataclasses.replace(settings, mirrors=mirrors)
     lock = installed_lock() if args.lock is None else LockFile.read(args.lock)
     folder = None if args.folder is None else args.folder.absolute()
     return Store(lock, settings, folder=folder, network=not args.offline)
@@ -62,11 +62,11 @@ def chosen(args: argparse.Namespace, lock: LockFile) -> list[Artifact]:
         for value in getattr(args, name) or []:
             if value not in values:
                 some = sorted(values) if len(values) <= 20 else f"{len(values)} others"
-                raise InvalidArgument(f"the lock has no such {name}", asked=value, found=some)
+                raise InvalidArgument(f"the lock has no such {name}", asked=redact_text(value), found=some)
     try:
         pattern = re.compile(args.match or "")
     except re.error as error:
-        raise InvalidArgument(f"--match is no regular expression: {error}", asked=args.match) from None
+        raise InvalidArgument(f"--match is no regular expression: {error}", asked=redact_text(args.match)) from None
     artifacts = [
         artifact
         for artifact in lock.artifacts

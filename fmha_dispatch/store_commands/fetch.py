@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from pathlib import Path
 
+from fmha_dispatch.console import path_option
 from fmha_dispatch.errors import ExitCode
 from fmha_dispatch.lockfile import Artifact
 from fmha_dispatch.store_commands import add_store_arguments, chosen, emit, open_store
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of fetch."""
     add_store_arguments(parser)
     parser.add_argument(
-        "--dest", type=Path, metavar="DIR", help="also copy them below DIR, for FMHA_DISPATCH_CUBIN_DIR"
+        "--dest", type=path_option, metavar="DIR", help="also copy them below DIR, for FMHA_DISPATCH_CUBIN_DIR"
     )
 
 

@@ -7,8 +7,8 @@ import importlib.metadata
 import platform
 from typing import Any
 
-from fmha_dispatch.errors import FmhaError
-from fmha_dispatch.lockfile import SCHEMA
+from fmha_dispatch.errors import FmhaError, IntegrityError, StoreError
+from fmha_dispatch.lockfile import SCHEMA, Artifact
 from fmha_dispatch.settings import redact
 from fmha_dispatch.store import Store
 from fmha_dispatch.store_commands import add_store_arguments, chosen, emit, open_store
@@ -22,15 +22,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Always 0: a machine without cubins, driver or GPU has a status too."""
+    """Always 0: a machine without cubins, driver or GPU, or with a damaged pack, has a status too."""
     store = open_store(args)
+    faults: dict[str, str] = {}  # layer -> why it cannot be looked at
+    families = _families(store, args, faults)
     report = {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "lock": {"schema": SCHEMA, "families": len(store.lock.families), "artifacts": len(store.lock.artifacts)},
-        "layers": [{"kind": source.kind, "name": source.name} for source in store.sources],
+        "layers": [
+            {"kind": source.kind, "name": source.name, "fault": faults.get(source.name)} for source in store.sources
+        ],
         "mirrors": [redact(url) for url in store.settings.mirrors],
         "offline": store.offline,
-        "families": _families(store, args),
+        "families": families,
         "driver": _driver(),
     }
     emit(args, report, _lines(report))
@@ -44,7 +48,20 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _families(store: Store, args: argparse.Namespace) -> dict[str, Any]:
+def _layer(store: Store, artifact: Artifact, faults: dict[str, str]) -> str | None:
+    """The first layer with an artifact of that name and size: `verify` reads the bytes, and so does every load."""
+    for source in store.sources:
+        if source.name in faults:
+            continue
+        try:
+            if source.size(artifact) == artifact.size:
+                return source.name
+        except (StoreError, IntegrityError) as error:
+            faults[source.name] = error.message
+    return None
+
+
+def _families(store: Store, args: argparse.Namespace, faults: dict[str, str]) -> dict[str, Any]:
     families: dict[str, Any] = {}
     for artifact in chosen(args, store.lock):
         family = store.lock.families[artifact.family]
@@ -64,8 +81,7 @@ def _families(store: Store, args: argparse.Namespace) -> dict[str, Any]:
         entry["artifacts"] += 1
         if artifact.arch not in entry["arch"]:
             entry["arch"].append(artifact.arch)
-        # By name and size alone: `verify` reads the bytes, and so does every load.
-        layer = next((source.name for source in store.sources if source.size(artifact) == artifact.size), None)
+        layer = _layer(store, artifact, faults)
         if layer is None:
             entry["missing"].append(artifact.path)
         else:
@@ -102,7 +118,7 @@ def _driver() -> dict[str, Any]:
 def _lines(report: dict[str, Any]) -> list[str]:
     lines = ["versions: " + ", ".join(f"{name} {version or 'absent'}" for name, version in report["versions"].items())]
     lines.append("lock: schema {schema}, {families} families, {artifacts} artifacts".format(**report["lock"]))
-    lines += [f"layer: {layer['name']}" for layer in report["layers"]]
+    lines += [f"layer: {layer['fault'] or layer['name']}" for layer in report["layers"]]
     lines += [f"mirror: {url}" for url in report["mirrors"]]
     if report["offline"]:
         lines.append("offline: no connection is opened")

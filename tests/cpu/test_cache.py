@@ -157,10 +157,24 @@ def test_waiting_for_a_lock_ends(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "without the lock" in caplog.text
 
 
-def test_no_place_for_locks(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with Cache(tmp_path / "file").lock(artifact_of(PATHS[0], CUBINS[PATHS[0]])):
-        pass
+def test_no_place_for_locks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """T1.14: a cache that cannot be made locks nothing and stops nobody: the work is done, at once, and it is told."""
+    place = tmp_path / "file"
+    place.write_bytes(b"in the way")
+    artifact = artifact_of(PATHS[0], CUBINS[PATHS[0]])
+    inside = 0
+    started = time.monotonic()
+    with caplog.at_level(logging.DEBUG, logger="fmha_dispatch"), Cache(place).lock(artifact):
+        inside += 1
+        with Cache(place).lock(artifact):
+            inside += 1
+    assert inside == 2
+    assert time.monotonic() - started < 5  # no wait for a lock that nobody holds
+    assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG"]
+    assert f"no lock for {artifact.path}" in caplog.text and "Not a directory" in caplog.text
+    assert (files_below(tmp_path), place.read_bytes()) == (["file"], b"in the way")
+    with pytest.raises(ZeroDivisionError), Cache(place).lock(artifact):
+        raise ZeroDivisionError  # what the work raises is not taken for a fault of the lock
 
 
 def test_object_that_is_a_link_is_refused(tmp_path: Path) -> None:

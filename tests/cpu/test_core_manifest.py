@@ -63,6 +63,12 @@ def test_writer_refuses(change: dict[str, Any], words: str) -> None:
         _core.Manifest.pack([ROWS[0] | change])
 
 
+@pytest.mark.parametrize("row", [1, None, "name", [("name", "x")], object])
+def test_writer_refuses_what_is_no_row(row: Any) -> None:
+    with pytest.raises(ValueError, match="no row: "):
+        _core.Manifest.pack([ROWS[0], row])
+
+
 def test_writer_needs_every_name_and_enum_and_unique_names() -> None:
     for column in ("name", "cubin", "dtype_o", "multi_ctas_kv_mode"):
         with pytest.raises(ValueError, match=f"lacks {column}"):

@@ -242,6 +242,12 @@ def test_redirect_within_the_host(server: FaultServer) -> None:
     assert fetch(server.url) == DATA
 
 
+def test_redirect_within_the_host_keeps_its_credentials(server: FaultServer) -> None:
+    server.scripts[PATH] = [reply(302, Location=f"/{PATH}?signed=1"), reply(200, DATA)]
+    assert fetch(server.url.replace("http://", "http://user:secret@")) == DATA
+    assert "Authorization" in server.headers
+
+
 def test_redirect_to_a_listed_mirror_leaves_credentials_behind(server: FaultServer, other: FaultServer) -> None:
     server.default = reply(302, Location=f"{other.url}/{PATH}")
     with_password = server.url.replace("http://", "http://user:secret@")

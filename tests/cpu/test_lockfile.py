@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_cubins, make_lock
 
+from fmha_dispatch import lock_parser
 from fmha_dispatch.errors import LockFileError
 from fmha_dispatch.lockfile import Artifact, Family, LockFile, Table, Toolchain, installed_lock
 from fmha_dispatch.settings import LIMITS
@@ -250,6 +253,72 @@ def test_fast_at_23000_artifacts() -> None:
     bad = text.replace('"sm_100f"', '"sm_100x"').replace('"sm_100x"', '"sm_100f"', 22_999)
     with pytest.raises(LockFileError, match=r"field artifacts\.22999\.arch"):
         LockFile.parse(bad)
+
+
+def test_generated_layout_is_read_fast() -> None:
+    """What the first call of a process pays: one pattern a line, not a call for each field."""
+    text = (Path(__file__).parents[2] / "cubins.lock").read_text()
+
+    def best(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(5):
+            started = time.thread_time()
+            work()
+            seconds.append(time.thread_time() - started)
+        return min(seconds)
+
+    assert best(lambda: LockFile.parse(text)) < 0.75 * best(lambda: slowly(text))
+
+
+def slowly(text: str) -> LockFile | None:
+    """What the field-by-field check makes of `text`; None if it refuses."""
+    with contextlib.suppress(ValueError, RecursionError, lock_parser._Bad):
+        return lock_parser._lock(lock_parser._document(text), LIMITS)
+    return None
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data())
+def test_fast_way_takes_nothing_that_the_slow_way_refuses(data: st.DataObject) -> None:
+    text = LOCK.dump()
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = data.draw(st.integers(0, len(text)))
+        part = data.draw(st.sampled_from(text.splitlines(keepends=True)) | st.text(max_size=3))
+        text = text[:at] + part + text[at + data.draw(st.integers(0, 80)) :]
+    fast = lock_parser._generated(text, LIMITS)
+    assert fast is None or fast == slowly(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("path", "hopper/a.cubin"),
+        ("path", "other/b.cubin"),
+        ("path", "hopper/" + "/".join(["x" * 100] * 6)),
+        ("size", 0),
+        ("size", (64 << 20) + 1),
+        ("size", "1"),
+        ("size", 1.0),
+        ("param_bytes", 1408),
+        ("family", "unknown"),
+        ("family", "other"),
+        ("sha256", "A" * 64),
+        ("arch", "sm_9"),
+        ("symbol", "a\\u0062"),
+        ("extra", 1),
+    ],
+)
+def test_fast_way_checks_every_field(field: str, value: object) -> None:
+    assert lock_parser._generated(LOCK.dump(), LIMITS) == LOCK
+    text = with_artifact(**{field: value})
+    assert lock_parser._generated(text, LIMITS) is None
+    assert slowly(text) is None
+
+
+def test_repository_with_a_password_is_not_shown() -> None:
+    with pytest.raises(LockFileError) as caught:
+        LockFile.parse(changed(lambda d: d["families"]["hopper"].update(repositories=["https://u:se/cret@a/b"])))
+    assert "cret" not in str(caught.value) and "se/" not in str(caught.value)
 
 
 def test_installed_lock_is_canonical() -> None:

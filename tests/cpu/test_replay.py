@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from fmha_dispatch import cli
 from fmha_dispatch.errors import ExitCode
+from fmha_dispatch.settings import LIMITS
 
 FIELDS = ["id", "status", "kernel", "launch", "params_hex", "tma", "reduction", "lse_kernel", "error"]
 
@@ -84,6 +87,64 @@ def test_unreadable_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], co
         source.write_bytes(content)
     assert cli.main(["replay", str(source)]) == ExitCode.USER
     assert "cannot replay" in capsys.readouterr().err
+
+
+def run_bounded(source: str, tmp_path: Path, text: str | None = None) -> tuple[int, list[dict[str, Any]], str, int]:
+    """Exit code, records, stderr and peak MiB of a replay in a process of its own, with `text` on its stdin."""
+    code = (
+        "import re, sys; from fmha_dispatch import cli; code = cli.main(sys.argv[1:]); "
+        "peak = re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1]; "
+        "print(int(peak) >> 10, file=sys.stderr); sys.exit(code)"
+    )
+    out = tmp_path / "out.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "replay", source, "--out", str(out)],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    *message, peak = done.stderr.splitlines()
+    return done.returncode, read_lines(out), "\n".join(message), int(peak)
+
+
+@pytest.mark.parametrize("kind", ["device", "gzip", "stdin"])
+def test_line_without_end(tmp_path: Path, kind: str) -> None:
+    """A line of any length costs the limit and no more: an error for it, and the lines before it are answered."""
+    good = json.dumps(next(item for item in some_problems() if item["expect"]["status"] == "ok"))
+    source, text, before = "/dev/zero", None, 0
+    if kind == "gzip":
+        source, before = str(tmp_path / "bomb.jsonl.gz"), 1
+        with gzip.open(source, "wb", compresslevel=1) as bomb:
+            bomb.write(good.encode() + b"\n")
+            for _ in range(256):
+                bomb.write(bytes(1 << 20))
+    elif kind == "stdin":
+        source, before = "-", 1
+        text = good + "\n" + "[" * (LIMITS.call_chars * (LIMITS.call_lines + 2))
+    code, records, message, peak = run_bounded(source, tmp_path, text)
+    assert code == ExitCode.USER
+    assert [record["status"] for record in records] == ["ok"] * before + ["malformed"]
+    assert f"line {before + 1} is no recorded call" in records[-1]["error"]["message"]
+    assert f"longer than {LIMITS.call_chars} characters" in records[-1]["error"]["message"]
+    assert "cannot replay" in message and f"line {before + 1} has no end" in message
+    assert peak < 128
+
+
+def test_long_line_among_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = json.dumps(next(item for item in some_problems() if item["expect"]["status"] == "ok"))
+    longest = good[:-1] + " " * (LIMITS.call_chars - len(good)) + "}"
+    lines = [good, '"' + "x" * (3 * LIMITS.call_chars) + '"', longest, longest + " ", "[" * 100_000, good]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(lines))
+    assert cli.main(["replay", str(source)]) == ExitCode.USER
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["status"] for record in records] == ["ok", "malformed", "ok", "malformed", "malformed", "ok"]
+    assert [record["error"]["message"][:7] for record in records if record["status"] == "malformed"] == [
+        "line 2 ",
+        "line 4 ",
+        "line 5 ",
+    ]
 
 
 def test_scratch_that_is_too_small_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmha_dispatch.errors import SettingError
-from fmha_dispatch.settings import PREFIX, VARIABLES, Settings, redact
+from fmha_dispatch.settings import PREFIX, VARIABLES, Settings, check_url, redact, redact_text
 
 PACKAGE = Path(__file__).parents[2] / "fmha_dispatch"
 
@@ -102,12 +103,63 @@ def test_bad_mirror_does_not_leak_its_password() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "position"),
+    [
+        ("https://us:se/cret@host/x", 1),
+        ("https://us:12/cret@host/x", 1),
+        ("https://us:se?cret@host/x", 1),
+        ("https://us:12?cret@host/x", 1),
+        ("https://us:se#cret@host/x", 1),
+        ("https://good.example/a https://us:se/cret@host/x", 2),
+        ("https://user:se cret@host/x", 1),
+        ("https://user:12 cret@host/x", 2),
+        ("https:user:secret@host/x", 1),
+        ("//user:secret@host/x", 1),
+        ("secret", 1),
+        ("secret://host", 1),
+        ("https://us:s\u00e9cret@host/x", 1),
+        ("file://user:secret@host/x", 1),
+    ],
+)
+def test_malformed_mirror_is_not_shown(text: str, position: int) -> None:
+    """Nobody can tell where the password ends: the message has the position and the scheme, nothing else of it."""
+    with pytest.raises(SettingError) as caught:
+        Settings.from_environment({PREFIX + "MIRRORS": text})
+    shown = str(caught.value) + json.dumps(caught.value.to_json())
+    assert f"URL {position} (" in shown
+    assert not re.search("se/|12|cret|host/|user:|us:", shown.replace("https, http, file", ""))
+    with pytest.raises(SettingError, match="URL 3 ") as caught:
+        check_url("--mirror", text, 3)
+    assert "cret" not in str(caught.value)
+
+
+def test_mirrors_that_are_sound() -> None:
+    for url in ("https://u:p%40ss%2F@host:8/x?sig=a%40b", "HTTP://[::1]:8080/", "file:/mnt/x", "https://host"):
+        assert check_url("--mirror", url, 1) == url
+
+
+@pytest.mark.parametrize("name", sorted(set(VARIABLES) - {PREFIX + "MIRRORS"}))
+def test_url_in_the_wrong_variable_is_not_shown(name: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        Settings.from_environment({name: "https://user:secret@host/x"})
+    assert "secret" not in str(caught.value)
+
+
+def test_redact_text() -> None:
+    shown = redact_text("cannot use 'https://us:se/cret@host/x?sig=secret', nor http://b/c; ask x@y")
+    assert "cret" not in shown and "us:" not in shown
+    assert redact_text("cannot use http://b/c, see a/b") == "cannot use http://b/c, see a/b"
+
+
+@pytest.mark.parametrize(
     ("url", "shown"),
     [
         ("https://host/a", "https://host/a"),
         ("https://user:secret@host/a", "https://***@host/a"),
         ("https://host/a?X-Signature=secret#secret", "https://host/a?***"),
-        ("https://u:p@ss/w@host/a", "https://***@ss/w@host/a"),
+        ("https://u:p@ss/w@host/a", "https://***@host/a"),
+        ("https://us:se?cret@host/a", "https://***@host/a"),
+        ("https://us:se#cret@host/a?b#c", "https://***@host/a?***"),
         ("user:secret@host", "***@host"),
     ],
 )

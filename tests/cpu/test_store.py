@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +168,15 @@ def test_damaged_packs(tmp_path: Path) -> None:
     lock = make_lock(CUBINS, pack="f.zip")
     pack = write_pack(tmp_path / "data" / "f.zip", CUBINS)
     sound = pack.read_bytes()
-    for position in range(0, len(sound), 7):
-        pack.write_bytes(sound[:position] + bytes([sound[position] ^ 0xFF]) + sound[position + 1 :])
+    directory = sound.index(b"PK\x01\x02")
+    damages = [(position, 0xFF) for position in range(0, directory, 7)]
+    damages += [(position, 1 << bit) for position in range(directory, len(sound)) for bit in range(8)]
+    for position, flip in damages:
+        pack.write_bytes(sound[:position] + bytes([sound[position] ^ flip]) + sound[position + 1 :])
         store = make_store(lock, tmp_path)
-        for path in PATHS:
+        for path in PATHS if flip == 0xFF else PATHS[:1]:
+            with contextlib.suppress(IntegrityError):
+                store.sources[0].size(lock.by_path[path])
             with contextlib.suppress(IntegrityError, ArtifactMissing):
                 assert get(store, path).data == CUBINS[path]
     write_pack(pack, {PATHS[0]: bytes(200 << 20)})
@@ -178,6 +184,16 @@ def test_damaged_packs(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="wrong size"):
         get(make_store(lock, tmp_path))
     assert time.perf_counter() - started < 0.5
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_pack_of_another_compression_is_not_unpacked(tmp_path: Path, method: int) -> None:
+    """Their decoders report damage in ways of their own and may ask for gigabytes."""
+    (tmp_path / "data").mkdir()
+    with zipfile.ZipFile(tmp_path / "data" / "f.zip", "w", method) as archive:
+        archive.writestr(PATHS[0], CUBINS[PATHS[0]])
+    with pytest.raises(IntegrityError, match="damaged: compression method"):
+        get(make_store(make_lock(CUBINS, pack="f.zip"), tmp_path))
 
 
 @pytest.mark.parametrize("thing", ["folder", "fifo", "unreadable"])

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from fault_server import FaultServer, drip, reply
-from synthetic import REMOTE, make_cubin, make_cubins, make_lock, make_store
+from synthetic import FAST, REMOTE, make_cubin, make_cubins, make_lock, make_store
 
 from fmha_dispatch import cache as cache_module
-from fmha_dispatch.errors import ExitCode, FetchError, StoreError
+from fmha_dispatch.errors import ExitCode, FetchError, IntegrityError, StoreError
 
 PATHS = sorted(REMOTE)
 PATH, DATA = PATHS[0], REMOTE[PATHS[0]]
@@ -47,15 +47,50 @@ def test_failure_names_artifact_then_success_in_the_same_process(tmp_path: Path,
     assert store.get(second).data == REMOTE[PATHS[1]]
 
 
-def test_bad_mirror_is_asked_once_in_a_run(tmp_path: Path, server: FaultServer, other: FaultServer) -> None:
-    """Fault 12: a mirror that served wrong bytes is skipped for the rest of the run."""
+def test_one_damaged_file_of_a_mirror_is_one_error(tmp_path: Path, server: FaultServer) -> None:
+    """Every body is hashed: one flipped bit costs its own artifact, in this run and in the next."""
+    cubins = make_cubins(30)
+    lock = make_lock(cubins)
+    damaged = sorted(cubins)[0]
+    server.files.update(cubins | {damaged: cubins[damaged][:-1] + b"\xff"})
+    for _ in range(2):
+        errors = make_store(lock, tmp_path, mirrors=[server.url]).fetch_all(lock.artifacts)
+        assert list(errors) == [damaged]
+        assert isinstance(errors[damaged], IntegrityError) and damaged in str(errors[damaged])
+    assert server.hits == {path: 2 if path == damaged else 1 for path in cubins}
+
+
+def test_many_damaged_files_among_good_ones(tmp_path: Path, server: FaultServer) -> None:
+    """A mirror that gave anything right is asked to the end."""
+    cubins = make_cubins(40)
+    lock = make_lock(cubins)
+    damaged = sorted(cubins)[1::2]
+    server.files.update(cubins | {path: b"rotten" for path in damaged})
+    assert list(make_store(lock, tmp_path, mirrors=[server.url]).fetch_all(lock.artifacts)) == damaged
+
+
+def test_two_mirrors_of_one_host(tmp_path: Path, server: FaultServer) -> None:
+    """The host of a bad mirror says nothing about its neighbour."""
+    cubins = make_cubins(30)
+    lock = make_lock(cubins)
+    server.files = {f"bad/{path}": b"rotten" for path in cubins} | {f"good/{path}": cubins[path] for path in cubins}
+    store = make_store(lock, tmp_path, mirrors=[f"{server.url}/bad", f"{server.url}/good"])
+    assert store.fetch_all(lock.artifacts) == {}
+
+
+def test_bad_mirror_is_soon_left_alone(tmp_path: Path, server: FaultServer, other: FaultServer) -> None:
+    """Fault 12: a mirror that gives several artifacts wrong and none right is skipped for the rest of the run."""
     cubins = make_cubins(20)
     lock = make_lock(cubins)
     server.default = reply(200, make_cubin(code=b"other"))
     other.files.update(cubins)
     store = make_store(lock, tmp_path, mirrors=[server.url, other.url])
     assert store.fetch_all(lock.artifacts) == {}
-    assert sum(server.hits.values()) <= 4  # one for each worker that had begun
+    assert sum(server.hits.values()) <= FAST.wrong_artifacts + 3  # those of the other workers that had begun
+    errors = make_store(lock, tmp_path / "alone", mirrors=[server.url]).fetch_all(lock.artifacts)
+    assert len(errors) == 20
+    for path, error in errors.items():
+        assert isinstance(error, IntegrityError) and path in error.message
 
 
 def test_not_cached_is_a_warning_once(

@@ -190,6 +190,39 @@ def test_a_kernel_that_cannot_be_set_up_is_unloaded_and_not_remembered(fake: Fak
     assert fake.count("cuLibraryLoadData") == 2
 
 
+@pytest.mark.parametrize("code", [1, 2, 9999])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_driver_that_does_not_tell_free_memory_loads_all_the_same(fake: FakeDriver, code: int, skip: int) -> None:
+    fake.fail("cuMemGetInfo_v2", code, skip=skip)
+    kernel = loader.load(tiny_cubin(), 0)
+    assert kernel.device_bytes == 0
+    assert (fake.count("cuLibraryLoadData"), fake.count("cuLibraryUnload")) == (1, 0)
+    assert loader.load(tiny_cubin(), 0) is kernel
+
+
+def test_nothing_leaks_whichever_call_of_a_load_fails(fake: FakeDriver) -> None:
+    """Each call in turn, by its number: the library is unloaded or remembered, and the thread is as it was."""
+    loader.load(tiny_cubin(salt=b"first"), 0)
+    fake.clear()
+    loader.load(tiny_cubin(salt=b"sound"), 0)
+    names = [call.name for call in fake.calls()]
+    for number, name in enumerate(names):
+        fake.clear()
+        cubin = tiny_cubin(salt=b"%d" % number)
+        fake.fail(name, 1, skip=names[:number].count(name))
+        try:
+            loader.load(cubin, 0)
+        except DriverError as error:
+            assert name.startswith(error.call)
+        fake.stop_failing()
+        assert fake.current_device == (0 if name == "cuCtxPopCurrent_v2" else -1)
+        if fake.current_device == 0:
+            fake.set_current(-1)
+        loader.load(cubin, 0)
+        loads = [call for call in fake.calls("cuLibraryLoadData") if call.result == 0]
+        assert len(loads) - fake.count("cuLibraryUnload") == 1, name
+
+
 def test_a_symbol_that_the_cubin_lacks_is_named(fake: FakeDriver) -> None:
     cubin = dataclasses.replace(tiny_cubin(), symbol="no_such_kernel")
     with pytest.raises(DriverError, match=r"no_such_kernel.*no entry point of that name"):

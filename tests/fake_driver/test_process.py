@@ -126,6 +126,129 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(fake.launches))
     assert out == "7 1"
 
 
+@pytest.mark.parametrize(
+    ("slow", "holder"),
+    [
+        ("cuInit", "describe(0)"),
+        ("cuDevicePrimaryCtxRetain", "describe(0)"),
+        ("cuLibraryLoadData", "warm()"),
+    ],
+)
+@pytest.mark.parametrize("call", ["describe(0)", "load(tiny_cubin(), 0)", "warm()"])
+def test_t4_15_fork_while_another_thread_loads_never_hangs(
+    fake_libcuda: Path, slow: str, holder: str, call: str
+) -> None:
+    """The lock that the other thread holds stays held in the child, where that thread does not exist."""
+    out = run(
+        """
+import os, threading, time
+from pathlib import Path
+from fake_driver.driver import load as load_fake
+fake = load_fake(Path(sys.argv[1]))
+from fake_driver.warm import tiny_cubin, warm
+from fmha_dispatch.device import describe, driver
+from fmha_dispatch.errors import DeviceError
+from fmha_dispatch.loader import load
+import cuda.bindings.driver
+driver()
+slow, holder, call = sys.argv[2:]
+fake.delay(slow, 500_000)
+results = []
+thread = threading.Thread(target=lambda: results.append(eval(holder)))
+thread.start()
+before = {"cuInit": None, "cuDevicePrimaryCtxRetain": "cuDeviceGetName", "cuLibraryLoadData": "cuMemGetInfo_v2"}[slow]
+while before and not fake.calls(before):
+    time.sleep(0.001)
+time.sleep(0.1)
+assert thread.is_alive() and not results
+pid = os.fork()
+if pid == 0:
+    try:
+        eval(call)
+    except DeviceError as error:
+        os._exit(7 if "forked" in str(error) and "spawn" in str(error) else 8)
+    os._exit(9)
+deadline = time.monotonic() + 20
+while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+    time.sleep(0.01)
+if not ended[0]:
+    os.kill(pid, 9)
+thread.join()
+print(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs", len(results))
+""",
+        fake_libcuda,
+        slow,
+        holder,
+        call,
+    )
+    assert out == "7 1"
+
+
+def test_t4_15_fork_while_another_thread_is_about_to_initialise(fake_libcuda: Path) -> None:
+    """The lock is held, but CUDA untouched: the child may use the GPU, as after any fork before the first call."""
+    out = run(
+        """
+import os, threading, time
+from pathlib import Path
+from fake_driver.driver import load
+fake = load(Path(sys.argv[1]))
+from fake_driver.warm import warm
+from fmha_dispatch import device
+import cuda.bindings.driver
+true_bindings, waiting, go = device.bindings, threading.Event(), threading.Event()
+def held():
+    waiting.set()
+    go.wait()
+    return true_bindings()
+device.bindings = held
+thread = threading.Thread(target=device.describe, args=(0,))
+thread.start()
+waiting.wait()
+device.bindings = true_bindings
+pid = os.fork()
+if pid == 0:
+    warm().launch()
+    os._exit(7)
+deadline = time.monotonic() + 20
+while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+    time.sleep(0.01)
+if not ended[0]:
+    os.kill(pid, 9)
+go.set()
+thread.join()
+print(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs")
+""",
+        fake_libcuda,
+    )
+    assert out == "7"
+
+
+def test_t4_15_fork_after_a_failed_initialisation_is_fine(fake_libcuda: Path) -> None:
+    out = run(
+        """
+import os
+from pathlib import Path
+from fake_driver.driver import load
+fake = load(Path(sys.argv[1]))
+from fake_driver.warm import warm
+from fmha_dispatch.device import describe
+from fmha_dispatch.errors import DriverError
+fake.fail("cuInit", 802)
+try:
+    describe(0)
+except DriverError:
+    pass
+pid = os.fork()
+if pid == 0:
+    warm().launch()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""",
+        fake_libcuda,
+    )
+    assert out == "7"
+
+
 def test_t2_16_a_driver_without_the_library_api_is_called_too_old(tmp_path: Path) -> None:
     old = build(tmp_path, defines=("WITHOUT_LIBRARIES",))
     with pytest.raises(DeviceError) as raised:
