@@ -103,6 +103,7 @@ def run_bounded(source: str, tmp_path: Path, text: str | None = None) -> tuple[i
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=tmp_path,  # in the checkout, the package without its extension would be found first
     )
     *message, peak = done.stderr.splitlines()
     return done.returncode, read_lines(out), "\n".join(message), int(peak)
