@@ -8,7 +8,7 @@ from typing import Any
 
 from fmha_dispatch.errors import DriverError, InvalidArgument, Unsupported
 from fmha_dispatch.kv_cache import paged_kv
-from fmha_dispatch.plan import DecodePlan
+from fmha_dispatch.plan import DecodePlan, check_backend
 from fmha_dispatch.problem import DecodeTensors, decode_problem, length_bucket
 from fmha_dispatch.tensors import TensorView, current_stream, describe_value, dtype_name, empty, is_tensor, view
 
@@ -82,7 +82,8 @@ def trtllm_batch_decode_with_kv_cache(
         sinks: float32 ``[num_heads_q]`` (or a list of one): ``exp(sink)`` joins each denominator.
         kv_layout: ``HND`` or ``NHD``.
         enable_pdl: programmatic dependent launch; None means on, kernels order every load behind the acquire.
-        backend: ``auto`` or ``hopper``.
+        backend: ``auto`` (sm_90: hopper), ``hopper``, or ``trtllm-gen``: NVIDIA's cubins for sm_100 and sm_103, chosen
+            and called as NVIDIA's host code does, never yet run on such a GPU.
         q_len_per_req: query tokens of every request.
         max_q_len: query tokens of the longest request; goes with ``cum_seq_lens_q``.
         cum_seq_lens_q: int32 ``[batch_size + 1]`` running sums for drafts of different lengths (0 allowed).
@@ -272,8 +273,7 @@ def _new_plan(
     **lengths: Any,
 ) -> DecodePlan:
     """Checks the call, selects, finds, verifies and loads the kernel."""
-    if backend not in ("auto", "hopper"):
-        raise Unsupported("backend is not available", asked=backend, fix="auto or hopper")
+    check_backend(backend)
     key_cache, value_cache = paged_kv(kv_cache, kv_layout)
     views = DecodeTensors(
         query=view("query", query),
@@ -298,6 +298,7 @@ def _new_plan(
     return DecodePlan.create(
         problem,
         views.query.device,
+        backend=backend,
         stream=current_stream(views.query.device),
         workspace=views.workspace,
         value_offset=value_cache.ptr - key_cache.ptr,
@@ -327,4 +328,4 @@ def _device_scale(name: str, value: Any, device: int) -> Any:
 
 def _unhonoured(**given: Any) -> Unsupported:
     names = [name for name, value in given.items() if value is not None]
-    return Unsupported(f"the hopper family does not honour {', '.join(names)}", fix="leave the keyword at its default")
+    return Unsupported(f"no kernel family honours {', '.join(names)}", fix="leave the keyword at its default")

@@ -15,7 +15,7 @@ from typing import Any
 from fmha_dispatch import _core
 from fmha_dispatch.errors import DeviceError, ExitCode
 from fmha_dispatch.explain import H200, MODELS
-from fmha_dispatch.plan import FAMILY_OF_SM, Choice, choose
+from fmha_dispatch.plan import AUTO_FAMILIES, GPUS_OF_FAMILY, Choice, choose
 from fmha_dispatch.problem import dense_decode_problem
 from fmha_dispatch.store import find
 
@@ -77,7 +77,7 @@ def _device() -> tuple[_core.Device, str | None]:
         device = describe(0)
     except DeviceError as error:
         return nominal, f"{error.message} (planned for an H200; every cubin was found and verified)"
-    if device.sm not in FAMILY_OF_SM:
+    if not any(device.sm in GPUS_OF_FAMILY[family] for family in AUTO_FAMILIES):
         return nominal, f"GPU 0 is sm_{device.sm}, which has no kernel family yet (planned for an H200)"
     try:
         import torch

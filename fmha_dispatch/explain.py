@@ -14,8 +14,7 @@ from fmha_dispatch.problem import dense_decode_problem
 # The GPU that a call is planned for when none is named: NVIDIA H200.
 H200: dict[str, Any] = {"sm": 90, "sm_count": 132, "max_smem_bytes": 232448, "max_cluster_size": 8}
 
-# GPUs whose kernels can be chosen, though not launched from here: how many SMs, in GPCs of how many.
-BLACKWELL_FAMILY = "trtllm-gen"
+# GPUs of NVIDIA's family: how many SMs, in GPCs of how many.
 BLACKWELL = {
     "b200": {"sm": 100, "sm_count": 148, "max_cluster_size": 16, "gpc_sms": [20, 20, 20, 18, 18, 18, 18, 16]},
     "b300": {"sm": 103, "sm_count": 160, "max_cluster_size": 16, "gpc_sms": [20] * 8},
@@ -62,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         lse=args.lse,
     )
     device = {name: getattr(args, name) for name in H200} | BLACKWELL.get(args.gpu, {})
-    family = BLACKWELL_FAMILY if args.gpu else None
-    choice = choose(problem, _core.Device(**device), trace=True, family=family)
+    backend = "trtllm-gen" if args.gpu else "auto"
+    choice = choose(problem, _core.Device(**device), trace=True, backend=backend)
     report = describe_choice(choice, problem)
     if args.json:
         print(json.dumps(report, indent=2))

@@ -15,8 +15,10 @@ from fmha_dispatch.tensors import ITEM_BYTES, TensorView
 if TYPE_CHECKING:
     from fmha_dispatch.loader import LoadedKernel
 
-# Family that serves each compute capability (major * 10 + minor).
-FAMILY_OF_SM = {90: "hopper"}
+# GPUs (major * 10 + minor) that each family has kernels for.
+GPUS_OF_FAMILY = {"hopper": (90,), "trtllm-gen": (100, 103)}
+# Families that backend "auto" takes. NVIDIA's is there by name only, until it has run on a GPU of its own.
+AUTO_FAMILIES = ("hopper",)
 
 # Both scratch regions start on this boundary inside the workspace.
 WORKSPACE_ALIGNMENT = 256
@@ -47,31 +49,41 @@ class Choice:
         return need + WORKSPACE_ALIGNMENT if need else 0
 
 
-def family_of(device: _core.Device) -> str:
-    """Name of the kernel family that serves `device`.
+def check_backend(backend: str) -> None:
+    """Raises Unsupported for a backend that this library does not have."""
+    if type(backend) is not str or (backend != "auto" and backend not in GPUS_OF_FAMILY):
+        raise Unsupported("no such backend", asked=repr(backend), fix=", ".join(("auto", *GPUS_OF_FAMILY)))
+
+
+def family_of(device: _core.Device, backend: str = "auto") -> str:
+    """Name of the kernel family that serves `device`, or that `backend` names.
 
     Raises:
-        Unsupported: none does.
+        Unsupported: none does; no such backend.
     """
-    family = FAMILY_OF_SM.get(device.sm)
-    if family is None:
-        raise Unsupported(
-            "no kernel family for this GPU", found=f"sm_{device.sm}", fix=f"sm_{', sm_'.join(map(str, FAMILY_OF_SM))}"
-        )
-    return family
+    check_backend(backend)
+    for family in AUTO_FAMILIES if backend == "auto" else (backend,):
+        if device.sm in GPUS_OF_FAMILY[family]:
+            return family
+    serves = (f"{name} on {' and '.join(f'sm_{sm}' for sm in gpus)}" for name, gpus in GPUS_OF_FAMILY.items())
+    raise Unsupported(
+        f"backend {backend!r} has no kernels for this GPU",
+        found=f"sm_{device.sm}",
+        fix=f"backends: {', '.join(serves)}",
+    )
 
 
-def choose(problem: _core.Problem, device: _core.Device, *, trace: bool = False, family: str | None = None) -> Choice:
+def choose(problem: _core.Problem, device: _core.Device, *, trace: bool = False, backend: str = "auto") -> Choice:
     """Selects among existing rows.
 
     Args:
         trace: also give a reason for every row that was not taken (``decision.rejected``) and the steps of the rules.
-        family: in place of the one that serves the GPU.
+        backend: ``auto``, or the name of a family.
 
     Raises:
         Unsupported: no family for the GPU, or no row for the problem.
     """
-    family = family or family_of(device)
+    family = family_of(device, backend)
     manifest = load_manifest(family)
     choice = Choice(family, manifest, _core.select(problem, manifest, device, trace))
     if choice.decision.row < 0 and not trace:
@@ -79,22 +91,22 @@ def choose(problem: _core.Problem, device: _core.Device, *, trace: bool = False,
     return choice
 
 
-def supports(problem: _core.Problem, device: _core.Device) -> bool:
+def supports(problem: _core.Problem, device: _core.Device, backend: str = "auto") -> bool:
     """Whether `choose` finds a row: the same predicate, no second opinion."""
     try:
-        choose(problem, device)
+        choose(problem, device, backend=backend)
     except Unsupported:
         return False
     return True
 
 
-def workspace_bytes(problem: _core.Problem, device: _core.Device) -> int:
+def workspace_bytes(problem: _core.Problem, device: _core.Device, backend: str = "auto") -> int:
     """Exact workspace size in bytes of the launch that `problem` gets on `device`.
 
     Raises:
         Unsupported: as `choose`.
     """
-    return choose(problem, device).workspace_bytes
+    return choose(problem, device, backend=backend).workspace_bytes
 
 
 def workspace_bound(problem: _core.Problem, device: _core.Device) -> int:
@@ -109,7 +121,7 @@ def workspace_bound(problem: _core.Problem, device: _core.Device) -> int:
     return bound + WORKSPACE_ALIGNMENT
 
 
-def prepare(problems: Iterable[_core.Problem], device: int = 0) -> list[LoadedKernel]:
+def prepare(problems: Iterable[_core.Problem], device: int = 0, backend: str = "auto") -> list[LoadedKernel]:
     """Loads every kernel that `problems` need on CUDA device `device`; what is loaded already costs nothing.
 
     For start-up: before the KV cache takes the memory, and before any stream is captured.
@@ -125,7 +137,7 @@ def prepare(problems: Iterable[_core.Problem], device: int = 0) -> list[LoadedKe
     gpu = describe(device)
     kernels: dict[str, LoadedKernel] = {}
     for problem in problems:
-        for kernel in _kernels(choose(problem, gpu), problem, device, None):
+        for kernel in _kernels(choose(problem, gpu, backend=backend), problem, device, None):
             if kernel is not None:
                 kernels[kernel.name] = kernel
     return list(kernels.values())
@@ -189,6 +201,7 @@ class DecodePlan:
         problem: _core.Problem,
         device: int,
         *,
+        backend: str,
         stream: int,
         workspace: TensorView,
         value_offset: int,
@@ -197,6 +210,7 @@ class DecodePlan:
         """Selects, finds, verifies and loads the kernel of `problem` on CUDA device `device`.
 
         Args:
+            backend: as `choose`.
             stream: handle of the stream that will launch it; under its capture nothing can be loaded.
             workspace: the scratch tensor of the call.
 
@@ -210,7 +224,7 @@ class DecodePlan:
         from fmha_dispatch.device import describe, driver
 
         gpu = describe(device)
-        choice = choose(problem, gpu)
+        choice = choose(problem, gpu, backend=backend)
         if workspace_have < choice.workspace_bytes:
             raise InvalidArgument(
                 "workspace_buffer is too small",

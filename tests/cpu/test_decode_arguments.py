@@ -128,7 +128,6 @@ def test_keyword_that_is_not_honoured_is_named(name: str) -> None:
         {"kv_cache": (kv(dtype="uint8"), kv(dtype="uint8"))},
         {"out": None, "out_dtype": "nvfp4"},
         {"backend": "xqa"},
-        {"backend": "trtllm-gen"},
     ],
 )
 def test_well_formed_but_unsupported(changed: dict[str, Any]) -> None:

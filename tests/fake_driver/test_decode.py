@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 import fmha_dispatch
 from fake_driver.driver import CAPTURE_ACTIVE, FakeDriver
+from fake_driver.warm import tiny_cubin
 from fmha_dispatch import _core, decode, store
+from fmha_dispatch.cubin import VerifiedCubin
 from fmha_dispatch.errors import DriverError, FmhaError, IntegrityError, InvalidArgument, NotPrepared, Unsupported
 from fmha_dispatch.explain import H200
 from fmha_dispatch.lockfile import LockFile, installed_lock
@@ -287,7 +289,9 @@ def test_a_large_working_set_keeps_what_was_used_last(on_fake: FakeDriver, monke
 GARBAGE: list[Any] = [None, 0, -1, 1.5, "x", 10**400, float("nan"), (), [], {}, object(), b"", True, FakeTensor((1,))]
 
 
-@pytest.mark.parametrize("name", [*sorted(call()), "sinks", "lse", "cum_seq_lens_q", "mask", "o_scale", "enable_pdl"])
+@pytest.mark.parametrize(
+    "name", [*sorted(call()), "sinks", "lse", "cum_seq_lens_q", "mask", "o_scale", "enable_pdl", "backend"]
+)
 def test_garbage_is_a_typed_error_or_harmless(on_fake: FakeDriver, name: str) -> None:
     for value in GARBAGE:
         with contextlib.suppress(FmhaError):
@@ -393,6 +397,32 @@ def test_no_query_rows_is_no_launch(on_fake: FakeDriver) -> None:
     ragged = {"q_len_per_req": None, "max_q_len": 4, "cum_seq_lens_q": cumulative}
     assert run(**call(query=empty, **{**ragged, "out": empty})) is empty
     assert on_fake.launches == []
+
+
+@pytest.mark.parametrize("sm", [100, 103])
+def test_trtllm_gen_by_name_on_its_gpus(on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, sm: int) -> None:
+    """By name only: the decision is NVIDIA's, the cubin the one of its row, the parameters those of its struct."""
+    on_fake.set_device(0, sm=sm, sm_count=148)
+    asked = []
+
+    def find(path: str) -> VerifiedCubin:
+        asked.append(path)
+        return tiny_cubin(path.split("/")[1].removesuffix(".cubin"), arch="sm_100f" if "100f" in path else f"sm_{sm}a")
+
+    monkeypatch.setattr(store, "find", find)
+    with pytest.raises(Unsupported, match=f"sm_{sm}.*trtllm-gen on sm_100"):
+        run(**call())
+    run(**call(4, backend="trtllm-gen", window_left=1023))
+    (launch,) = on_fake.launches
+    (path,) = asked
+    assert path.startswith("trtllm-gen/fmhaSm10") and "H128PagedKvSlidingOrChunkedCausalP16" in path
+    assert launch.pointer(PTR_LSE) == 0, "the tail of the struct is ours, not NVIDIA's"
+    assert launch.integer(WINDOW) == 1024
+
+
+def test_trtllm_gen_by_name_on_hopper_is_refused(on_fake: FakeDriver) -> None:
+    with pytest.raises(Unsupported, match="'trtllm-gen' has no kernels for this GPU; found: sm_90"):
+        run(**call(backend="trtllm-gen"))
 
 
 # --- cubins that are not what the lock says ---

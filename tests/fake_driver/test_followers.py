@@ -254,7 +254,6 @@ def test_own_families_have_no_followers(fake: FakeDriver) -> None:
 def test_a_plan_brings_its_followers(
     blackwell: FakeDriver, manifest: _core.Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it will for the GPUs of this family, once it serves any."""
     shipped = store.find
 
     def find(path: str) -> VerifiedCubin:
@@ -262,12 +261,17 @@ def test_a_plan_brings_its_followers(
         return shipped(path) if is_ours else tiny_cubin(path.split("/")[1].removesuffix(".cubin"), arch="sm_100f")
 
     monkeypatch.setattr(store, "find", find)
-    monkeypatch.setattr(plan_module, "FAMILY_OF_SM", {100: "trtllm-gen"})
     call = read_call(next(recorded(reduction=True))["problem"])
     call.problem.has_lse = True
     workspace = view("workspace_buffer", FakeTensor((64 << 20,), "uint8", ptr=BUFFERS["scratch"]))
     made = plan_module.DecodePlan.create(
-        call.problem, 0, stream=blackwell.new_stream(), workspace=workspace, value_offset=0, out_dtype="bfloat16"
+        call.problem,
+        0,
+        backend="trtllm-gen",
+        stream=blackwell.new_stream(),
+        workspace=workspace,
+        value_offset=0,
+        out_dtype="bfloat16",
     )
     blackwell.clear()
     made.launcher.launch(**(BUFFERS | {"lse": 0x2000}))
