@@ -70,7 +70,7 @@ int64_t cluster_splits(const Problem& problem, const Row& row, const Device& dev
 }
 
 int64_t scratch_bound(const Problem& problem, const Manifest& manifest, const Device& device) {
-  int64_t bound = 0;
+  int64_t bound = -1;
   for (int i = 0; i < manifest.size(); ++i) {
     const Row& row = manifest[i];
     if (row.multi_ctas_kv_mode != MultiCtasKvMode::kGmemReduction || row.dtype_q != problem.dtype_q ||

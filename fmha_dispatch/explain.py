@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from fmha_dispatch import _core
-from fmha_dispatch.errors import ExitCode
+from fmha_dispatch.errors import ExitCode, InvalidArgument
 from fmha_dispatch.plan import WORKSPACE_ALIGNMENT, Choice, choose
 from fmha_dispatch.problem import dense_decode_problem
 
@@ -21,15 +21,15 @@ BLACKWELL = {
 }
 
 # The reference models: query heads, KV heads, head_dim.
+HEADS = {"num_heads_q": 96, "num_heads_kv": 8, "head_dim": 128}
 MODELS = {"qwen3-480b": (96, 8, 128), "gpt-oss": (64, 8, 64)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that state a decode problem and a GPU."""
     parser.add_argument("--model", choices=sorted(MODELS), help="sets the three head options")
-    parser.add_argument("--num-heads-q", type=int, default=96)
-    parser.add_argument("--num-heads-kv", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    for name, default in HEADS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default {default}, or the model's")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--q-len", type=int, default=1, help="query tokens of each request (drafts + 1)")
     parser.add_argument("--kv-len", type=int, default=8192)
@@ -40,27 +40,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lse", action="store_true")
     parser.add_argument("--gpu", choices=sorted(BLACKWELL), help="in place of the GPU options: choose for this one")
     for name, value in H200.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"GPU; H200: {value}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"of the GPU; default {value}, an H200's")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the decision; exit code 1 when no kernel takes the call."""
-    if args.model:
-        args.num_heads_q, args.num_heads_kv, args.head_dim = MODELS[args.model]
+    heads = dict(zip(HEADS, MODELS[args.model], strict=True)) if args.model else HEADS
+    heads = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in heads.items()}
+    given = {name: getattr(args, name) for name in H200 if getattr(args, name) is not None}
+    if args.gpu and given:
+        raise InvalidArgument(
+            "--gpu and the options of another GPU exclude each other", asked=f"--gpu {args.gpu}, {given}"
+        )
     problem = dense_decode_problem(
         dtype=args.dtype,
         batch_size=args.batch_size,
         q_len=args.q_len,
         kv_len=args.kv_len,
-        num_heads_q=args.num_heads_q,
-        num_heads_kv=args.num_heads_kv,
-        head_dim=args.head_dim,
+        **heads,
         page_size=args.page_size,
         window_left=args.window_left,
         sinks=args.sinks,
         lse=args.lse,
     )
-    device = {name: getattr(args, name) for name in H200} | BLACKWELL.get(args.gpu, {})
+    device = H200 | given | BLACKWELL.get(args.gpu, {})
     backend = "trtllm-gen" if args.gpu else "auto"
     choice = choose(problem, _core.Device(**device), trace=True, backend=backend)
     report = describe_choice(choice, problem)

@@ -42,15 +42,23 @@ class _Failure(Exception):
     Attributes:
         passing: the same request may succeed later.
         wrong: what came was not the artifact; asking again would bring the same.
+        unreached: no answer came at all.
         wait_s: what the server asked to wait.
     """
 
     def __init__(
-        self, reason: str, *, passing: bool = False, wrong: IntegrityError | None = None, wait_s: float | None = None
+        self,
+        reason: str,
+        *,
+        passing: bool = False,
+        wrong: IntegrityError | None = None,
+        unreached: bool = False,
+        wait_s: float | None = None,
     ) -> None:
         self.reason = reason
         self.passing = passing
         self.wrong = wrong
+        self.unreached = unreached
         self.wait_s = wait_s
         super().__init__(reason)
 
@@ -74,6 +82,7 @@ class Fetcher:
         self.limits = settings.limits
         self._cancelled = threading.Event()
         self._wrong: dict[str, set[str]] = {}  # base URL -> artifacts that came as other bytes
+        self._unreached: dict[str, set[str]] = {}  # base URL -> artifacts for which no answer came
         self._sound: set[str] = set()  # base URLs that gave a verified artifact
         self._deadline = _Deadline()
         self._session = _session(self._deadline, connections)
@@ -94,7 +103,8 @@ class Fetcher:
         """The first verified bytes that one of `urls` gives.
 
         Every body is checked, so wrong bytes of one URL say nothing about the next. Only a base URL that gave several
-        artifacts wrong and none right, as a login page does, is not asked again by this session.
+        artifacts wrong and none right, as a login page does, or answered for none of several, is not asked again by
+        this session: without a network, thousands of artifacts fail as soon as a few.
 
         Raises:
             IntegrityError: servers answered, but every answer was wrong bytes.
@@ -110,6 +120,10 @@ class Fetcher:
                 unasked = IntegrityError(f"{artifact.path}: not asked for", asked=f"sha256 {artifact.sha256}")
                 tried.append(_Tried(url, _Failure(f"skipped: {wrong} artifacts wrong, none right", wrong=unasked)))
                 continue
+            unreached = len(self._unreached.get(base, ()))
+            if base not in self._sound and unreached >= self.limits.unreached_artifacts:
+                tried.append(_Tried(url, _Failure(f"skipped: no answer for {unreached} artifacts before")))
+                continue
             for attempt in range(self.limits.tries):
                 try:
                     data = self._request(url, artifact, hosts, until)
@@ -119,6 +133,8 @@ class Fetcher:
                     if failure.wrong:
                         self._wrong.setdefault(base, set()).add(artifact.path)
                     if not failure.passing or attempt + 1 == self.limits.tries:
+                        if failure.unreached:
+                            self._unreached.setdefault(base, set()).add(artifact.path)
                         break
                     if not self._wait(self._pause(attempt, failure.wait_s), until):
                         break
@@ -234,15 +250,15 @@ def _failure_of(error: Exception) -> _Failure:
     inner = error.args[0] if error.args else error
     text = redact_text(str(getattr(inner, "reason", inner)))[:300]
     if isinstance(error, requests.exceptions.SSLError):
-        return _Failure(f"TLS: {text}")
+        return _Failure(f"TLS: {text}", unreached=True)
     if isinstance(error, requests.exceptions.ProxyError):
-        return _Failure(f"proxy: {text}", passing="407" not in text)
+        return _Failure(f"proxy: {text}", passing="407" not in text, unreached=True)
     if isinstance(error, (requests.exceptions.Timeout, urllib3.exceptions.TimeoutError, TimeoutError)):
-        return _Failure("timed out", passing=True)
+        return _Failure("timed out", passing=True, unreached=True)
     if isinstance(error, (urllib3.exceptions.IncompleteRead, urllib3.exceptions.ProtocolError)):
         return _Failure("truncated: the connection closed early", passing=True)
     if isinstance(error, (requests.exceptions.ConnectionError, OSError)):
-        return _Failure(f"no connection: {text}", passing=True)
+        return _Failure(f"no connection: {text}", passing=True, unreached=True)
     return _Failure(f"unusable answer: {type(error).__name__}")
 
 

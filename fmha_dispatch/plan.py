@@ -115,9 +115,11 @@ def workspace_bound(problem: _core.Problem, device: _core.Device) -> int:
     Independent of batch, lengths, window and head counts: what an engine allocates once.
 
     Raises:
-        Unsupported: no family for the GPU.
+        Unsupported: no family for the GPU, or no kernel with these dtypes and this head_dim.
     """
-    bound: int = _core.scratch_bound(problem, load_manifest(family_of(device)), device)
+    bound = _core.scratch_bound(problem, load_manifest(family_of(device)), device)
+    if bound < 0:
+        raise Unsupported(choose(problem, device, trace=True).decision.reason)
     return bound + WORKSPACE_ALIGNMENT
 
 

@@ -122,7 +122,9 @@ def decode_problem(
         raise InvalidArgument("a dimension is empty", found=f"{query}; {key}")
     if num_heads_q % num_heads_kv:
         raise InvalidArgument(
-            "num_heads_q is not a multiple of num_heads_kv", asked=f"{num_heads_q} query heads", found=f"{num_heads_kv}"
+            "num_heads_q is not a multiple of num_heads_kv",
+            asked=f"{num_heads_q} query heads",
+            found=f"{num_heads_kv} KV heads",
         )
 
     ragged, batch_size, max_seq_len_q = _query_lengths(tensors, q_len_per_req, max_q_len)

@@ -30,6 +30,7 @@ class Limits:
         table_bytes: size of a packed manifest table.
         elf_sections, elf_symbols, elf_relocations, elf_attributes: entries of a cubin that its reader will look at.
         wrong_artifacts: artifacts that a base URL may give as wrong bytes, and none right, before it is given up.
+        unreached_artifacts: artifacts for which a base URL may not answer, and deliver none, before it is given up.
         call_chars: length of a recorded call, one line of JSON.
         call_lines: lines of that length that are read past to find the end of a longer one.
         tries: requests to one mirror for one artifact.
@@ -54,6 +55,7 @@ class Limits:
     elf_relocations: int = 2048
     elf_attributes: int = 2048
     wrong_artifacts: int = 8
+    unreached_artifacts: int = 4
     call_chars: int = 1 << 20
     call_lines: int = 16
     tries: int = 4

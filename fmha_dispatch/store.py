@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fmha_dispatch")
 
+# Artifacts that a message names one by one.
+_NAMED = 20
+
 # Connections that a fetch of many artifacts keeps open.
 _WORKERS = 4
 
@@ -198,7 +201,10 @@ class Store:
                 publish(path, data, path.parent)
 
     def missing(self, artifacts: Sequence[Artifact], faults: Sequence[tuple[Source, FmhaError]] = ()) -> FmhaError:
-        """The error for artifacts that this machine lacks: all of them, and the command that gets them."""
+        """The error for artifacts that this machine lacks, and the command that gets them.
+
+        Its text names a few; ``missing`` (and ``--json``) names all.
+        """
         names = [artifact.path for artifact in artifacts]
         damaged = [fault for _, fault in faults if isinstance(fault, IntegrityError)]
         if damaged and len(artifacts) == 1:
@@ -208,15 +214,15 @@ class Store:
         if damaged:
             return IntegrityError(
                 f"{len(names)} cubin(s) are damaged or not on this machine",
-                asked=", ".join(names),
-                found="; ".join(fault.message for fault in damaged),
+                asked=_some(names),
+                found=_some([fault.message for fault in damaged]),
                 fix=self._fix(artifacts),
             )
         found = "; ".join(fault.message for _, fault in faults)
         looked = ", ".join(source.name for source in self.sources) or "no layer"
         return ArtifactMissing(
             f"{len(names)} cubin(s) are not on this machine" + (" and it is offline" if self.offline else ""),
-            asked=", ".join(names),
+            asked=_some(names),
             found=found or f"looked in {looked}",
             fix=self._fix(artifacts),
             missing=names,
@@ -260,6 +266,12 @@ class Store:
                     raise
                 self._tell(f"not cached: {error}")
             return cubin
+
+
+def _some(names: Sequence[str]) -> str:
+    """The names, or the first of them and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def join_url(base: str, path: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fmha_dispatch.errors import InvalidArgument
+from fmha_dispatch.errors import InvalidArgument, Unsupported
 
 # Bytes per element, by torch's dtype names; two E2M1 values share the byte of a uint8.
 ITEM_BYTES = {
@@ -106,14 +106,21 @@ def view(name: str, tensor: Any) -> TensorView:
 
 def current_stream(device: int) -> int:
     """Handle of torch's current stream on CUDA device `device`."""
-    import torch
-
+    torch = _torch()
     # The raw getter costs 0.1 us; torch.cuda.current_stream() builds an object and costs 4.
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     """An uninitialised torch tensor of `shape` on the device of `like`."""
-    import torch
-
+    torch = _torch()
     return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+
+
+def _torch() -> Any:
+    """torch, imported when first needed; Unsupported without it."""
+    try:
+        import torch
+    except ImportError as error:
+        raise Unsupported("the tensor API needs torch", fix="pip install 'fmha-dispatch[torch]'") from error
+    return torch

@@ -43,12 +43,19 @@ def run(args: argparse.Namespace) -> int:
         "bytes": sum(artifact.size for artifact in good),
         "errors": [{"path": path, **error.to_json()} for path, error in errors.items()],
     }
-    lines = [f"{path}: {error}" for path, error in errors.items()]
+    # The first errors whole, then every name: thousands of them mostly have one cause.
+    lines = [
+        str(error) if index < _WHOLE_ERRORS else f"{path}: not available either"
+        for index, (path, error) in enumerate(errors.items())
+    ]
     lines.append(f"{len(good)} of {len(artifacts)} cubins available, {report['bytes']} bytes")
     emit(args, report, lines)
     codes = {error.exit_code for error in errors.values()}
     order = (ExitCode.INTEGRITY, ExitCode.NETWORK, ExitCode.MISSING_OFFLINE)
     return next((code for code in order if code in codes), ExitCode.BUG if codes else ExitCode.OK)
+
+
+_WHOLE_ERRORS = 5
 
 
 class _Progress:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         for family, count in absent.items()
     ]
     lines.append(
-        f"{len(artifacts)} cubins in {len(sources)} layer(s): {copies} good copies, "
+        f"{len(artifacts) - sum(absent.values())} cubins in {len(sources)} layer(s): {copies} good copies, "
         f"{len(damaged)} damaged, {len(missing)} missing"
     )
     emit(args, report, lines)

@@ -104,6 +104,15 @@ def test_verify_passes_over_a_family_that_was_never_brought(capsys: pytest.Captu
     assert "trtllm-gen" not in report["not_brought"] and len(report["missing"]) > 13_000
 
 
+def test_explain_takes_what_is_said_over_the_models(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run_json(capsys, "explain", "--model", "gpt-oss", "--head-dim", "128")
+    assert code == ExitCode.OK and "_d128_" in report["kernel"]
+    code, report = run_json(capsys, "explain", "--model", "gpt-oss", "--head-dim", "96")
+    assert code == ExitCode.USER and "head_dim_qk=96" in report["reason"]
+    code, _, _ = run(capsys, "explain", "--gpu", "b200", "--sm", "103")
+    assert code == ExitCode.USER
+
+
 def test_fetch_and_verify_again(capsys: pytest.CaptureFixture[str], lock: str, tmp_path: Path) -> None:
     """T1.04: fetch to a folder, then everything resolves offline from it."""
     with FaultServer(CUBINS).running() as server:

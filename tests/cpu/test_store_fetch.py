@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -221,3 +222,18 @@ def test_interrupt_during_fetch(tmp_path: Path, server: FaultServer) -> None:
     assert process.returncode == ExitCode.INTERRUPTED, stderr
     assert time.monotonic() - started < 5
     assert not list((tmp_path / "cache").rglob("tmp/*"))
+
+
+def test_without_a_network_thousands_fail_as_soon_as_a_few(tmp_path: Path) -> None:
+    """A base URL that answers for none of the first artifacts is not asked for the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    cubins = make_cubins(200, family="f")
+    lock = make_lock(cubins)
+    started = time.monotonic()
+    errors = make_store(lock, tmp_path, mirrors=[url]).fetch_all(lock.artifacts)
+    assert len(errors) == 200 and all(isinstance(error, FetchError) for error in errors.values())
+    skipped = [error for error in errors.values() if "no answer for" in str(error)]
+    assert len(skipped) >= 200 - 4 - 4  # four that count, and those under way in other threads
+    assert time.monotonic() - started < 30

@@ -139,6 +139,18 @@ def test_T4_01_a_warm_call_loads_nothing(on_fake: FakeDriver) -> None:
     assert len(on_fake.launches) == 3
 
 
+def test_no_bound_for_what_no_kernel_takes(on_fake: FakeDriver) -> None:
+    from fmha_dispatch.device import describe
+
+    for changed in ({"head_dim": 96}, {"dtype": "float8_e4m3fn"}):
+        facts = {"dtype": "bfloat16", "head_dim": D, **changed}
+        asked = dense_decode_problem(
+            batch_size=1, q_len=1, kv_len=64, num_heads_q=HQ, num_heads_kv=HKV, page_size=PAGE, **facts
+        )
+        with pytest.raises(Unsupported, match="no kernel for"):
+            workspace_bound(asked, describe(0))
+
+
 def test_a_new_shape_of_a_loaded_kernel_reads_no_file(on_fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     run(**call())
     monkeypatch.setattr(store, "find", lambda path: pytest.fail(f"read {path} again"))
