@@ -346,7 +346,8 @@ void bind_decision(nb::module_& m) {
       .def_ro("num_counters", &Shape::num_counters)
       .def_ro("partial_stats_bytes", &Shape::partial_stats_bytes)
       .def_ro("partial_o_bytes", &Shape::partial_o_bytes)
-      .def_ro("softmax_stats_bytes", &Shape::softmax_stats_bytes);
+      .def_ro("softmax_stats_bytes", &Shape::softmax_stats_bytes)
+      .def_prop_ro("scratch_bytes", &Shape::scratch_bytes);
   nb::class_<Decision>(m, "Decision", "The selector's answer; row -1 is a refusal and `reason` says why.")
       .def_ro("row", &Decision::row)
       .def_prop_ro("shape",

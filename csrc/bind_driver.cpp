@@ -106,6 +106,7 @@ bool is_capturing(const Driver& driver, uint64_t stream) {
 
 void bind_driver(nb::module_& m) {
   nb::register_exception_translator(translate);
+  m.attr("SCRATCH_ALIGNMENT") = kScratchAlignment;
   m.attr("KERNEL_PARAMS_BYTES") = sizeof(KernelParams);
   m.attr("REDUCTION_PARAM_BYTES") = trtllm_gen::kReductionParamBytes;
   m.attr("LSE_PARAM_BYTES") = trtllm_gen::kLseParamBytes;

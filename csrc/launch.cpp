@@ -187,11 +187,10 @@ void Launcher::check_pointers(const Buffers& buffers) const {
 }
 
 void Launcher::place_scratch(Buffers* buffers, int64_t scratch_bytes) const {
-  const int64_t partials = shape_.partial_stats_bytes + shape_.partial_o_bytes;
-  const int64_t stats_offset = round_up(partials, kScratchAlignment);
-  const int64_t need = shape_.softmax_stats_bytes == 0 ? partials : stats_offset + shape_.softmax_stats_bytes;
+  const int64_t need = shape_.scratch_bytes();
   if (need == 0) return;
-  const uint64_t aligned = (buffers->scratch + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+  constexpr uint64_t kAlignment = kScratchAlignment;
+  const uint64_t aligned = (buffers->scratch + kAlignment - 1) / kAlignment * kAlignment;
   const int64_t padding = static_cast<int64_t>(aligned - buffers->scratch);
   if (buffers->scratch == 0 || scratch_bytes < need + padding) {
     Failure failure(Failure::Kind::kInvalidArgument, "workspace_buffer is too small");
@@ -204,7 +203,8 @@ void Launcher::place_scratch(Buffers* buffers, int64_t scratch_bytes) const {
     throw failure;
   }
   buffers->scratch = aligned;
-  if (shape_.softmax_stats_bytes != 0) buffers->softmax_stats = aligned + static_cast<uint64_t>(stats_offset);
+  if (shape_.softmax_stats_bytes != 0)
+    buffers->softmax_stats = aligned + static_cast<uint64_t>(shape_.softmax_stats_offset());
 }
 
 void Launcher::check_stream(CUstream stream) const {

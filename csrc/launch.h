@@ -16,9 +16,6 @@
 
 namespace fmha {
 
-// Scratch regions start on this boundary inside the caller's buffer.
-constexpr uint64_t kScratchAlignment = 256;
-
 // Kernels to launch behind the attention kernel; null where none follows.
 struct Followers {
   CUkernel reduction = nullptr;

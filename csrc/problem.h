@@ -123,6 +123,9 @@ struct Buffers {
   int64_t start_token_sf_o = 0;
 };
 
+// Scratch regions start on this boundary inside the caller's buffer.
+constexpr int64_t kScratchAlignment = 256;
+
 struct Shape {
   int grid[3] = {0, 0, 0};
   int cluster = 1;
@@ -135,6 +138,16 @@ struct Shape {
   int64_t partial_stats_bytes = 0;  // at scratch + 0
   int64_t partial_o_bytes = 0;      // at scratch + partial_stats_bytes
   int64_t softmax_stats_bytes = 0;  // behind them on the next boundary: where an LSE kernel follows
+
+  int64_t softmax_stats_offset() const {
+    const int64_t partials = partial_stats_bytes + partial_o_bytes;
+    return (partials + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+  }
+  // Scratch that the launch needs behind an aligned start.
+  int64_t scratch_bytes() const {
+    return softmax_stats_bytes == 0 ? partial_stats_bytes + partial_o_bytes
+                                    : softmax_stats_offset() + softmax_stats_bytes;
+  }
 };
 
 struct Rejection {

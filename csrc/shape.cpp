@@ -13,7 +13,6 @@ constexpr int64_t kReservedSmemPerBlock = 1024;
 // sm_90 GPCs have 16 or 18 SMs; a cluster never spans two of them.
 constexpr int64_t kSmsPerGpc = 16;
 constexpr int64_t kMinTilesPerSplit = 2;
-constexpr int64_t kScratchAlignment = 256;
 
 int64_t ctas_per_sm(const Row& row, const Device& device) {
   const int64_t by_smem = (device.max_smem_bytes + kReservedSmemPerBlock) / (row.smem_bytes + kReservedSmemPerBlock);

@@ -729,6 +729,9 @@ class Shape:
     @property
     def softmax_stats_bytes(self) -> int: ...
 
+    @property
+    def scratch_bytes(self) -> int: ...
+
 class Decision:
     """The selector's answer; row -1 is a refusal and `reason` says why."""
 
@@ -784,6 +787,8 @@ def lse_launch(problem: Problem) -> tuple[int, int, int]:
     """
     (number of values, blocks, threads) of the kernel that makes LSE from trtllm-gen softmax statistics.
     """
+
+SCRATCH_ALIGNMENT: int = 256
 
 KERNEL_PARAMS_BYTES: int = 1280
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fmha_dispatch import _core
 from fmha_dispatch.errors import ExitCode, InvalidArgument
-from fmha_dispatch.plan import WORKSPACE_ALIGNMENT, Choice, choose
+from fmha_dispatch.plan import Choice, choose
 from fmha_dispatch.problem import dense_decode_problem
 
 # The GPU that a call is planned for when none is named: NVIDIA H200.
@@ -94,7 +94,7 @@ def describe_choice(choice: Choice, problem: _core.Problem) -> dict[str, Any]:
             "num_tokens_per_cta_q": shape.num_tokens_per_cta_q,
             "num_counters": shape.num_counters,
             "workspace_bytes": choice.workspace_bytes,
-            "workspace_alignment": WORKSPACE_ALIGNMENT,
+            "workspace_alignment": _core.SCRATCH_ALIGNMENT,
             "tensor_maps": _core.tensor_maps(problem, choice.manifest, decision, _core.Buffers()),
         }
     report["steps"] = decision.steps

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fmha_dispatch import _core
-from fmha_dispatch.errors import InvalidArgument, Unsupported
+from fmha_dispatch.errors import Unsupported
 from fmha_dispatch.manifest import load_manifest
 from fmha_dispatch.tensors import ITEM_BYTES, TensorView
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 GPUS_OF_FAMILY = {"hopper": (90,), "trtllm-gen": (100, 103)}
 # Families that backend "auto" takes. NVIDIA's is there by name only, until it has run on a GPU of its own.
 AUTO_FAMILIES = ("hopper",)
-
-# Both scratch regions start on this boundary inside the workspace.
-WORKSPACE_ALIGNMENT = 256
 
 _log = logging.getLogger("fmha_dispatch")
 
@@ -41,12 +38,9 @@ class Choice:
 
     @property
     def workspace_bytes(self) -> int:
-        """Exact scratch need of the launch."""
-        shape = self.decision.shape
-        need = shape.partial_stats_bytes + shape.partial_o_bytes
-        if shape.softmax_stats_bytes:
-            need = -(-need // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT + shape.softmax_stats_bytes
-        return need + WORKSPACE_ALIGNMENT if need else 0
+        """Workspace that the launch needs, wherever in memory it starts."""
+        need = self.decision.shape.scratch_bytes
+        return need + _core.SCRATCH_ALIGNMENT if need else 0
 
 
 def check_backend(backend: str) -> None:
@@ -120,7 +114,7 @@ def workspace_bound(problem: _core.Problem, device: _core.Device) -> int:
     bound = _core.scratch_bound(problem, load_manifest(family_of(device)), device)
     if bound < 0:
         raise Unsupported(choose(problem, device, trace=True).decision.reason)
-    return bound + WORKSPACE_ALIGNMENT
+    return bound + _core.SCRATCH_ALIGNMENT
 
 
 def prepare(problems: Iterable[_core.Problem], device: int = 0, backend: str = "auto") -> list[LoadedKernel]:
@@ -217,8 +211,7 @@ class DecodePlan:
             workspace: the scratch tensor of the call.
 
         Raises:
-            Unsupported, InvalidArgument (workspace too small), ArtifactMissing, IntegrityError, NotPrepared,
-            DriverError.
+            Unsupported, ArtifactMissing, IntegrityError, NotPrepared, DriverError.
         """
         workspace_have = workspace.numel * ITEM_BYTES.get(workspace.dtype, 1)
         if problem.sum_seq_lens_q == 0 or problem.batch_size == 0:
@@ -227,13 +220,6 @@ class DecodePlan:
 
         gpu = describe(device)
         choice = choose(problem, gpu, backend=backend)
-        if workspace_have < choice.workspace_bytes:
-            raise InvalidArgument(
-                "workspace_buffer is too small",
-                asked=f"{choice.workspace_bytes} bytes for {choice.row.name}, grid {tuple(choice.decision.shape.grid)}",
-                found=f"{workspace_have} bytes",
-                fix="allocate fmha_dispatch.workspace_bytes(problem, device) bytes",
-            )
         attention, reduction, lse = _kernels(choice, problem, device, stream)
         name = choice.row.name
         launcher = _core.Launcher(

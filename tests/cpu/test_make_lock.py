@@ -15,6 +15,7 @@ from typing import Any
 import golden
 import pytest
 from synthetic import make_cubin
+from trtllm_gen_rows import COLUMNS, ENUMS
 
 from fmha_dispatch import _core
 from fmha_dispatch.cubin import verify
@@ -27,40 +28,10 @@ ROOT = Path(__file__).parents[2]
 NUM_KERNELS = 13452
 COMMIT = "158f6fa11ef139a098cfddcdddce73ca99d164ad"
 
-# Golden name -> column, where both hold a plain value.
-SAME = {
-    "funcName": "symbol",
-    "tileSizeQ": "tile_size_q",
-    "tileSizeKv": "tile_size_kv",
-    "stepQ": "step_q",
-    "stepKv": "step_kv",
-    "headDimPerCtaV": "head_dim_per_cta_v",
-    "headDimQk": "head_dim_qk",
-    "headDimV": "head_dim_v",
-    "sm": "sm",
-    "smemBytes": "smem_bytes",
-    "threadsPerCta": "threads",
-    "numTokensPerPage": "num_tokens_per_page",
-    "sageQ": "sage_q",
-    "sageK": "sage_k",
-    "sageP": "sage_p",
-    "sageV": "sage_v",
-    "groupsHeadsQ": "groups_heads_q",
-    "groupsTokensHeadsQ": "groups_tokens_heads_q",
-    "reuseSmemKForV": "reuse_smem_k_for_v",
-    "uses2CtaMma": "uses_2cta_mma",
-    "skipsSoftmax": "skips_softmax",
-    "dynamicPage": "dynamic_page",
-}
-NUMBERED = {
-    "qkvLayout": "layout",
-    "maskType": "mask",
-    "kernelType": "kernel_type",
-    "tileScheduler": "scheduler",
-    "multiCtasKvMode": "multi_ctas_kv_mode",
-    "sparseAttn": "sparse_mla",
-}
-NAMED = {"dtypeQ": "dtype_q", "dtypeK": "dtype_k", "dtypeV": "dtype_v", "dtypeO": "dtype_o"}
+# Golden name -> column: by name where the column is a dtype, by number where it is another enum, else as it is.
+NAMED = {name: column for name, column in COLUMNS.items() if name.startswith("dtype")}
+NUMBERED = {name: column for name, (column, _) in ENUMS.items()}
+SAME = {name: column for name, column in COLUMNS.items() if name not in NAMED}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from fmha_dispatch.cubin import VerifiedCubin, read_cubin
 from fmha_dispatch.device import driver, open_device
 from fmha_dispatch.errors import DriverError, IntegrityError, InvalidArgument
 from fmha_dispatch.manifest import load_manifest
-from fmha_dispatch.plan import WORKSPACE_ALIGNMENT, Choice
+from fmha_dispatch.plan import Choice
 from fmha_dispatch.recorded_call import RecordedCall, read_call
 from fmha_dispatch.replay import replay
 from fmha_dispatch.tensors import view
@@ -150,15 +150,15 @@ def test_recorded_lse_kernels_are_launched_last(blackwell: FakeDriver, manifest:
         shape = plan.decision.shape
         partials = shape.partial_stats_bytes + shape.partial_o_bytes
         begin = attention.pointer(PTR_PARTIAL_STATS) or BUFFERS["scratch"]
-        assert stats % WORKSPACE_ALIGNMENT == 0 and begin + partials <= stats
+        assert stats % _core.SCRATCH_ALIGNMENT == 0 and begin + partials <= stats
         assert stats + 8 * expect["n"] <= BUFFERS["scratch"] + plan.scratch_bytes
 
 
 def test_scratch_for_the_statistics_is_checked(blackwell: FakeDriver, manifest: _core.Manifest) -> None:
     plan = Plan(read_call(next(recorded(lse=True))["problem"]), manifest)
-    need = plan.scratch_bytes - WORKSPACE_ALIGNMENT
+    need = plan.scratch_bytes - _core.SCRATCH_ALIGNMENT
     plan.launch(scratch_bytes=need)
-    plan.launch(scratch=BUFFERS["scratch"] + 1, scratch_bytes=need + WORKSPACE_ALIGNMENT - 1)
+    plan.launch(scratch=BUFFERS["scratch"] + 1, scratch_bytes=need + _core.SCRATCH_ALIGNMENT - 1)
     blackwell.clear()
     with pytest.raises(InvalidArgument, match=r"softmax statistics [1-9]"):
         plan.launch(scratch_bytes=need - 1)
